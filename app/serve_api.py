@@ -1,0 +1,138 @@
+"""Ray Serve's REST API on the dashboard: deploy, watch, shut down. Does not import ray.
+
+The launcher speaks HTTP so that no driver of its own runs inside the cluster: nothing of Ray's is interrupted
+by a Ctrl-C, and nothing prints over its progress.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_FAILED = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+
+
+class ServeApiError(Exception):
+    """Ray Serve refused a request or did not answer it in time."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What Serve says about one application at one moment.
+
+    `parts` maps "application" and each deployment's name to one line of state.
+    """
+
+    status: str
+    message: str
+    parts: Mapping[str, str]
+
+    @property
+    def failed(self) -> bool:
+        """Whether Serve has given up, or calls the application unhealthy."""
+        return self.status in _FAILED
+
+    def changes(self, earlier: Progress | None) -> list[str]:
+        """The lines that differ from an earlier look, each once."""
+        before = earlier.parts if earlier else {}
+        return [f"{name}: {line}" for name, line in self.parts.items() if before.get(name) != line]
+
+
+def progress(details: Mapping[str, Any], application: str) -> Progress:
+    """Read the answer of `GET /api/serve/applications/` for one application."""
+    found = details.get("applications", {}).get(application)
+    if found is None:
+        return Progress("NOT_STARTED", "", {"application": "NOT_STARTED"})
+    parts = {"application": _line(found["status"], found.get("message", ""))}
+    for name, deployment in found.get("deployments", {}).items():
+        states = [replica["state"] for replica in deployment.get("replicas", [])]
+        wanted = deployment.get("target_num_replicas", len(states))
+        state = f"{deployment['status']}, {states.count('RUNNING')} of {wanted} replicas running"
+        parts[name] = _line(state, deployment.get("message", ""))
+    return Progress(found["status"], _failure(found), parts)
+
+
+class ServeApi:
+    """A client of one dashboard. Every call has a deadline."""
+
+    def __init__(self, dashboard_url: str, transport: httpx.BaseTransport | None = None) -> None:
+        self._http = httpx.Client(
+            base_url=dashboard_url, headers=_authorization(), transport=transport, trust_env=False
+        )
+
+    def answers(self) -> bool:
+        """Whether the dashboard and its Serve module are up.
+
+        Raises:
+            ServeApiError: it wants a token, so waiting longer would not help.
+        """
+        try:
+            status = self._http.get("/api/ray/version", timeout=5.0).status_code
+        except httpx.HTTPError:
+            return False
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise ServeApiError(f"Ray's dashboard answers {status}: Ray's token authentication is on here")
+        return status == httpx.codes.OK
+
+    def details(self) -> dict[str, Any]:
+        """Everything Serve says about itself."""
+        answer: dict[str, Any] = self._request("GET", timeout_s=20.0).json()
+        return answer
+
+    def details_within(self, timeout_s: float) -> dict[str, Any]:
+        """The same; a dashboard that refuses or is silent for a while is asked again until then."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.details()
+            except ServeApiError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(1.0)
+
+    def deploy(self, config: Mapping[str, Any]) -> None:
+        """Submit a Serve configuration; returns when it is accepted, not when it runs."""
+        self._request("PUT", json=config, timeout_s=120.0)
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Shut Serve down; returns when its replicas are gone."""
+        self._request("DELETE", timeout_s=timeout_s)
+
+    def _request(self, method: str, *, timeout_s: float, json: Mapping[str, Any] | None = None) -> httpx.Response:
+        try:
+            response = self._http.request(method, "/api/serve/applications/", json=json, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise ServeApiError(f"Ray's dashboard did not answer {method}: {error!r}") from error
+        if response.is_error:
+            raise ServeApiError(f"Ray Serve answered {response.status_code}: {response.text.strip()[-2000:]}")
+        return response
+
+
+def _authorization() -> dict[str, str]:
+    """Ray's token, where this user has one: Ray asks for it as soon as it exists."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return {}
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = os.environ.get("RAY_AUTH_TOKEN") or (path.read_text().strip() if path.is_file() else "")
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def _line(state: str, message: str) -> str:
+    """One line: the state, and the last line of its message, where a traceback has its reason."""
+    lines = message.strip().splitlines()
+    return f"{state} ({lines[-1].strip()[:300]})" if lines else state
+
+
+def _failure(application: Mapping[str, Any]) -> str:
+    """The application's message and those of its deployments that are not healthy, in full."""
+    messages = [application.get("message", "")]
+    for name, deployment in application.get("deployments", {}).items():
+        if deployment["status"] != "HEALTHY" and deployment.get("message"):
+            messages.append(f"{name}: {deployment['message']}")
+    return "\n".join(message.strip() for message in messages if message.strip())

@@ -1,0 +1,185 @@
+"""The typed configuration of a Baton application: what `args:` of a `serve run` YAML may hold.
+
+Pydantic at the edge, frozen, `extra="forbid"`: a wrong key or value fails `serve run` with a message that names it.
+Cross-field rules live in one place, `BatonConfig._check`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """The model that every pool serves."""
+
+    source: str = Field(
+        "bundled:smollm2-135m-instruct",
+        description="`bundled:NAME`, a directory, or a Hugging Face name.",
+    )
+    name: str = Field("smollm2-135m-instruct", min_length=1, description="The name clients ask for.")
+    max_model_len: int = Field(2048, gt=0, description="Prompt plus answer, in tokens.")
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    cache_dir: Path | None = Field(
+        None, description="Where converted checkpoints go; default: `.cache/models` of the repository."
+    )
+
+
+class VllmEngineConfig(Section):
+    """A vLLM V1 engine core. Anything not named here goes into `engine_args`."""
+
+    kind: Literal["vllm"] = "vllm"
+    block_size: int = Field(128, ge=16, le=256, description="Tokens per KV block.")
+    kv_cache_memory_bytes: int | None = Field(
+        None, gt=0, description="KV memory per worker in bytes; none: vLLM decides by gpu_memory_utilization."
+    )
+    max_model_len: int | None = Field(
+        None, gt=0, description="Prompt plus answer that this pool takes; default: the model's."
+    )
+    max_num_seqs: int = Field(16, gt=0, description="Sessions that one replica runs at once.")
+    max_num_batched_tokens: int | None = Field(None, gt=0, description="Tokens per step: the prefill chunk size.")
+    tensor_parallel_size: int = Field(1, gt=0)
+    enforce_eager: bool = True
+    quantization: str | None = None
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    omp_threads: int = Field(1, gt=0, description="OpenMP threads per worker on CPU.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="The labelled escape: passed to vLLM's AsyncEngineArgs as they are."
+    )
+
+
+class MockEngineConfig(Section):
+    """A paced double of the engine core, for tests of the control plane and for scale. Not a language model."""
+
+    kind: Literal["mock"] = "mock"
+    block_size: int = Field(16, ge=1, description="Tokens per KV block.")
+    num_blocks: int = Field(1024, gt=0)
+    max_num_seqs: int = Field(64, gt=0)
+    max_num_batched_tokens: int = Field(2048, gt=0)
+    num_layers: int = Field(4, gt=0)
+    prefill_tokens_per_s: float = Field(20_000.0, gt=0)
+    step_s: float = Field(0.005, ge=0, description="Seconds that a step costs, whatever is in it.")
+    seed: int = 0
+
+
+EngineConfig = Annotated[VllmEngineConfig | MockEngineConfig, Field(discriminator="kind")]
+
+
+class ResourcesConfig(Section):
+    """What one replica of a pool takes from the Ray cluster."""
+
+    num_cpus: float = Field(1.0, ge=0)
+    num_gpus: float = Field(0.0, ge=0)
+    accelerator_type: str | None = Field(None, description="A Ray accelerator type, for example H100, A100 or L40S.")
+    custom: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources.")
+
+
+class PoolConfig(Section):
+    """One pool of like replicas: a Serve deployment of its own."""
+
+    replicas: int | None = Field(None, gt=0, description="A fixed count; default 1 when there is no autoscaling.")
+    autoscaling: dict[str, Any] | None = Field(
+        None, description="Ray Serve's autoscaling_config, instead of `replicas`."
+    )
+    resources: ResourcesConfig = ResourcesConfig()
+    engine: EngineConfig = VllmEngineConfig()
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the replica's process.")
+
+    @model_validator(mode="after")
+    def _one_way_to_size(self) -> PoolConfig:
+        if self.replicas is not None and self.autoscaling is not None:
+            raise ValueError("give `replicas` or `autoscaling`, not both")
+        return self
+
+
+class ChannelConfig(Section):
+    """How KV blocks move from prefill to decode memory."""
+
+    kind: Literal["nixl", "in_process"] = "nixl"
+    backend: Literal["UCX"] = "UCX"
+    transports: str | None = Field(
+        None, description="UCX_TLS of the workers, for example `rc,cuda_copy,cuda_ipc`; none: UCX decides."
+    )
+    handoff_timeout_s: float = Field(
+        60.0, gt=0, description="From the offer of decode blocks until their KV must have landed."
+    )
+    secret: str | None = Field(
+        None,
+        description="Authenticates control messages between replicas; default: made from the Ray cluster's id.",
+    )
+    trace_dir: str | None = Field(None, description="Workers write a timeline of every handoff here, as JSON lines.")
+
+
+class PlacementConfig(Section):
+    """When to split a request, and how long things may wait."""
+
+    split_min_prompt_tokens: int = Field(
+        1, ge=1, description="Shorter prompts are prefilled by the decode replica itself."
+    )
+    queue_timeout_s: float = Field(30.0, gt=0, description="A request waits this long for capacity, then 429.")
+    max_queued_requests: int = Field(1024, ge=0)
+    session_timeout_s: float = Field(600.0, gt=0, description="The longest a session may live.")
+    snapshot_interval_s: float = Field(0.1, gt=0)
+    snapshot_stale_s: float = Field(5.0, gt=0, description="A replica silent for so long is not placed on.")
+
+
+class IngressConfig(Section):
+    """The HTTP side."""
+
+    replicas: int = Field(1, gt=0)
+    num_cpus: float = Field(0.5, ge=0)
+    max_body_bytes: int = Field(4 * 1024 * 1024, gt=0)
+    max_ongoing_requests: int = Field(1024, gt=0)
+    server_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="The labelled escape: options of `vllm serve`, such as tool_call_parser or chat_template.",
+    )
+
+
+class BatonConfig(Section):
+    """A whole application: one prefill pool and any number of decode pools."""
+
+    model: ModelConfig = ModelConfig()
+    prefill: PoolConfig
+    decode: dict[str, PoolConfig] = Field(min_length=1, description="Decode pools by name.")
+    channel: ChannelConfig = ChannelConfig()
+    placement: PlacementConfig = PlacementConfig()
+    ingress: IngressConfig = IngressConfig()
+
+    @property
+    def pools(self) -> dict[str, PoolConfig]:
+        """Every pool by its deployment's name: `prefill`, and `decode-NAME` for each decode pool."""
+        return {"prefill": self.prefill} | {f"decode-{name}": pool for name, pool in self.decode.items()}
+
+    @model_validator(mode="after")
+    def _check(self) -> BatonConfig:
+        for name in self.decode:
+            if not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"decode pool name {name!r}: letters, digits, - and _ only")
+        engines = {name: pool.engine for name, pool in self.pools.items()}
+        for attribute in ("kind", "block_size"):
+            values = {name: getattr(engine, attribute) for name, engine in engines.items()}
+            if len(set(values.values())) > 1:
+                raise ValueError(f"engine.{attribute} must be the same in every pool, not {values}")
+        for name, engine in engines.items():
+            if isinstance(engine, VllmEngineConfig):
+                _check_vllm(name, engine, self.model.max_model_len)
+        return self
+
+
+def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None:
+    if engine.block_size & (engine.block_size - 1):
+        raise ValueError(f"{pool}: engine.block_size must be a power of two, not {engine.block_size}")
+    if engine.max_model_len is not None and engine.max_model_len > max_model_len:
+        raise ValueError(f"{pool}: engine.max_model_len {engine.max_model_len} is over the model's {max_model_len}")
+    owned = {"kv_transfer_config", "model", "max_model_len", "block_size", "worker_extension_cls", "dtype"}
+    if taken := owned & engine.engine_args.keys():
+        raise ValueError(f"{pool}: engine.engine_args may not set {sorted(taken)}: Baton sets them")

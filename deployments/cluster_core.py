@@ -1,0 +1,363 @@
+"""The engine-core client that spans the cluster: what vLLM's frontend takes for its one engine core.
+
+Three calls are the seam: add a request, abort it, get outputs. Below it a request becomes a session: placed by the
+session manager, split between a prefill and a decode replica, its two streams of outputs merged into one.
+One of the four files that import vllm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from deployments import request_context
+from deployments.errors import NeverFits, Overloaded, ReplicaLost, SessionError, SessionTimeout, Unavailable
+from deployments.messages import (
+    Admit,
+    Mode,
+    Placement,
+    Reject,
+    ReplicaInfo,
+    Role,
+    SessionReport,
+    SessionRequest,
+    SessionTask,
+)
+from deployments.policy.split import RequestTraits, split_rule
+from deployments.request_context import RequestContext
+from deployments.session import Deliver, Effect, Fail, Finish, PrefillOver, Session, State
+from deployments.wire import OutputReceiver
+
+logger = logging.getLogger("baton.core")
+
+OUTPUT_GRACE_S = 5.0
+CLOSE_TIMEOUT_S = 10.0
+
+_FINISH = {
+    FinishReason.LENGTH: Finish.LENGTH,
+    FinishReason.STOP: Finish.STOP,
+    FinishReason.REPETITION: Finish.STOP,
+    FinishReason.ABORT: Finish.ABORT,
+    FinishReason.ERROR: Finish.ERROR,
+}
+
+
+class Manager(Protocol):
+    """The session manager. Every call may raise Unavailable."""
+
+    async def open(self, request: SessionRequest) -> Admit | Reject: ...
+
+    async def prefill_done(self, session_id: str, epoch: int) -> None: ...
+
+    async def close(self, session_id: str, epoch: int, outcome: str) -> None: ...
+
+    async def lost(self, replica_id: str) -> None: ...
+
+
+class Pool(Protocol):
+    """One pool of replicas. `run` reaches the replica that the task names; cancelling it ends that part."""
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        """Raises ReplicaLost."""
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    request: EngineCoreRequest
+    context: RequestContext | None
+    session: Session
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    outcome: str = ""
+    placement: Placement | None = None
+    calls: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class ClusterCore(EngineCoreClient):
+    """Create it in a running event loop. `host`: the address replicas send outputs to."""
+
+    engine_ranks_managed = (0,)
+
+    def __init__(self, manager: Manager, pools: Mapping[str, Pool], host: str, session_timeout_s: float) -> None:
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._manager, self._pools, self._session_timeout_s = manager, pools, session_timeout_s
+        self._receiver = OutputReceiver(host)
+        self._decoder, self._encoder = MsgpackDecoder(EngineCoreOutputs), MsgpackEncoder()
+        self._open: dict[str, _Open] = {}
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._batch: list[EngineCoreOutput] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._own(self._receive(), "outputs")
+
+    # ---- the seam
+
+    async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Begin a session and return at once; whatever becomes of it comes as outputs."""
+        context = request_context.current.get()
+        entry = _Open(request, context, Session(request.request_id))
+        self._open[request.request_id] = entry
+        self._own(self._serve(entry), f"session-{request.request_id}")
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if entry := self._open.get(request_id):
+                self._apply(entry, entry.session.cancelled())
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._receiver.close()
+
+    @property
+    def open_sessions(self) -> int:
+        """Sessions that have begun and are not closed yet."""
+        return len(self._open)
+
+    # ---- one session
+
+    async def _serve(self, entry: _Open) -> None:
+        session = entry.session
+        try:
+            async with asyncio.timeout(self._session_timeout_s):
+                if (placement := await self._place(entry)) is not None:
+                    self._begin(entry, placement)
+                    await entry.over.wait()
+        except TimeoutError:
+            error = SessionTimeout(f"the session was not over within {self._session_timeout_s:g} s")
+            self._apply(entry, session.failed(error))
+        except SessionError as error:
+            self._apply(entry, session.failed(error))
+        finally:
+            await asyncio.shield(self._own(self._close(entry), f"close-{session.session_id}"))
+
+    async def _place(self, entry: _Open) -> Placement | None:
+        """Ask the manager; None when the session was over before it answered. Raises SessionError."""
+        request = _session_request(entry.request)
+        opening = asyncio.ensure_future(self._manager.open(request))
+        over = asyncio.ensure_future(entry.over.wait())
+        try:
+            await asyncio.wait({opening, over}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                return None
+            decision = opening.result()
+        finally:
+            for waiting in (opening, over):
+                waiting.cancel()
+        if isinstance(decision, Reject):
+            raise _refusal(decision)
+        entry.placement = decision.placement
+        if entry.context is not None:
+            entry.context.modes.add(decision.placement.mode)
+            entry.context.rules.update({request.rule} - {""})
+        return decision.placement if entry.session.state is State.OPENING else None
+
+    def _begin(self, entry: _Open, placement: Placement) -> None:
+        """Decode first, so that its blocks are offered as early as can be; neither call waits for the other."""
+        self._apply(entry, entry.session.placed(placement.mode))
+        for role, replica in ((Role.DECODE, placement.decode), (Role.PREFILL, placement.prefill)):
+            if replica is not None:
+                entry.calls.append(self._own(self._call(entry, placement, role, replica), f"{role}-call"))
+
+    async def _call(self, entry: _Open, placement: Placement, role: Role, replica: ReplicaInfo) -> None:
+        request = _part(entry.request, placement, role)
+        task = SessionTask(
+            session_id=placement.session_id,
+            epoch=placement.epoch,
+            replica_id=replica.replica_id,
+            request_id=request.request_id,
+            request=tuple(bytes(frame) for frame in self._encoder.encode(request)),
+            reply_to=self._receiver.address,
+            timeout_s=placement.session_timeout_s,
+            prompt_tokens=len(request.prompt_token_ids or ()),
+        )
+        try:
+            report = await self._pools[replica.pool].run(task)
+        except ReplicaLost as error:
+            self._own(self._tell(self._manager.lost(replica.replica_id)), "lost")
+            self._apply(entry, entry.session.call_ended(role, clean=False, detail=str(error)))
+            return
+        clean = report.outcome == "finished"
+        self._apply(entry, entry.session.call_ended(role, clean, report.outcome))
+        if replica is placement.owner:
+            await self._await_last_outputs(entry)
+
+    async def _await_last_outputs(self, entry: _Open) -> None:
+        """The call's answer and the last outputs travel apart."""
+        try:
+            await asyncio.wait_for(entry.over.wait(), OUTPUT_GRACE_S)
+        except TimeoutError:
+            self._apply(entry, entry.session.failed(ReplicaLost("the last outputs did not arrive")))
+
+    async def _close(self, entry: _Open) -> None:
+        """End what is still open of the session, then give back what was reserved for it."""
+        for call in entry.calls:
+            call.cancel()
+        await asyncio.gather(*entry.calls, return_exceptions=True)
+        self._open.pop(entry.request.request_id, None)
+        epoch = entry.placement.epoch if entry.placement else 0
+        await self._tell(self._manager.close(entry.session.session_id, epoch, entry.outcome or "failed"))
+
+    async def _tell(self, message: Coroutine[Any, Any, None]) -> None:
+        try:
+            await asyncio.wait_for(message, CLOSE_TIMEOUT_S)
+        except (Unavailable, TimeoutError) as error:
+            logger.warning("the session manager was not told: %r", error)
+
+    # ---- outputs
+
+    async def _receive(self) -> None:
+        """One message is one engine step of one replica; it stays one batch for the frontend."""
+        while True:
+            replica_id, frames = await self._receiver.receive()
+            for output in self._decoder.decode(frames).outputs:
+                self._take(replica_id, output)
+            self._flush()
+
+    def _take(self, replica_id: str, output: EngineCoreOutput) -> None:
+        entry = self._open.get(output.request_id)
+        if entry is None or entry.placement is None:
+            return
+        decode, prefill = entry.placement.decode, entry.placement.prefill
+        if decode is not None and decode.replica_id == replica_id:
+            role = Role.DECODE
+        elif prefill is not None and prefill.replica_id == replica_id:
+            role = Role.PREFILL
+        else:
+            return
+        finish = None if output.finish_reason is None else _FINISH[output.finish_reason]
+        if role is Role.DECODE and prefill is not None:
+            output.prefill_stats = None  # prefill's counts are the request's
+        self._apply(entry, entry.session.output(role, output, finish), flush=False)
+
+    def _apply(self, entry: _Open, effects: list[Effect], flush: bool = True) -> None:
+        for effect in effects:
+            match effect:
+                case Deliver(output, finish):
+                    self._batch.append(_delivered(output, finish))
+                case PrefillOver():
+                    self._prefill_over(entry)
+                case Fail(error):
+                    self._fail(entry, error)
+                case _:
+                    entry.outcome = effect.outcome
+                    entry.over.set()
+        if flush:
+            self._flush()
+
+    def _prefill_over(self, entry: _Open) -> None:
+        assert entry.placement is not None
+        told = self._manager.prefill_done(entry.session.session_id, entry.placement.epoch)
+        self._own(self._tell(told), "prefill-done")
+
+    def _fail(self, entry: _Open, error: SessionError) -> None:
+        logger.warning("session %s failed: %s", entry.session.session_id, error)
+        if entry.context is not None and entry.context.error is None:
+            entry.context.error = error
+        failed = EngineCoreOutput(entry.request.request_id, [], finish_reason=FinishReason.ERROR)
+        self._batch.append(failed)
+
+    def _flush(self) -> None:
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self._outputs.put_nowait(EngineCoreOutputs(outputs=batch))
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"baton-{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._disown)
+        return task
+
+    def _disown(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s ended: %r", task.get_name(), error, exc_info=error)
+
+
+def _delivered(output: EngineCoreOutput, finish: bool) -> EngineCoreOutput:
+    output.kv_transfer_params = None
+    if not finish:
+        output.finish_reason = output.stop_reason = None
+    return output
+
+
+def _refusal(reject: Reject) -> SessionError:
+    if reject.unavailable:
+        return Unavailable(reject.reason)
+    if reject.retry_after_s is None:
+        return NeverFits(reject.reason)
+    return Overloaded(reject.reason, reject.retry_after_s)
+
+
+def _session_request(request: EngineCoreRequest) -> SessionRequest:
+    params = request.sampling_params
+    assert params is not None
+    assert params.max_tokens is not None
+    allowed, rule = split_rule(traits(request))
+    prompt_tokens = len(request.prompt_token_ids or ())
+    return SessionRequest(request.request_id, prompt_tokens, params.max_tokens, allowed, rule)
+
+
+def traits(request: EngineCoreRequest) -> RequestTraits:
+    """What of a vLLM request bears on splitting it."""
+    params = request.sampling_params
+    assert params is not None
+    assert params.max_tokens is not None
+    return RequestTraits(
+        max_tokens=params.max_tokens,
+        prompt_logprobs=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
+        seeded_sampling=params.seed is not None and params.temperature > 0,
+        output_penalties=params.presence_penalty != 0 or params.frequency_penalty != 0,
+        structured_output=params.structured_outputs is not None,
+        bad_words=bool(params.bad_words),
+        stateful_logits=params.thinking_token_budget is not None or bool(params.watermarking),
+        has_embeds_or_multimodal=bool(request.mm_features) or request.prompt_embeds is not None,
+        lora=request.lora_request is not None,
+        repetition_detection=params.repetition_detection is not None,
+    )
+
+
+def _part(request: EngineCoreRequest, placement: Placement, role: Role) -> EngineCoreRequest:
+    """The request as one replica gets it."""
+    if placement.mode is not Mode.DISAGGREGATED:
+        return request
+    assert placement.prefill is not None
+    assert placement.decode is not None
+    peer = placement.prefill if role is Role.DECODE else placement.decode
+    part, params = copy.copy(request), _clone(request)
+    assert params.max_tokens is not None
+    if role is Role.DECODE:
+        params.max_tokens -= 1
+        params.min_tokens = max(0, params.min_tokens - 1)
+    else:
+        params.max_tokens = 1
+        params.min_tokens = min(1, params.min_tokens)
+    baton = {
+        "role": str(role),
+        "session": placement.session_id,
+        "epoch": placement.epoch,
+        "peers": list(peer.endpoints),
+    }
+    params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": {"baton": baton}}
+    part.sampling_params = params
+    return part
+
+
+def _clone(request: EngineCoreRequest) -> SamplingParams:
+    assert request.sampling_params is not None
+    return copy.copy(request.sampling_params)

@@ -1,0 +1,76 @@
+"""Which engine a pool's configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.schema import BatonConfig, VllmEngineConfig
+from deployments.engine.protocol import Engine
+from deployments.model import DEFAULT_CACHE_DIR, resolve
+from deployments.replica import Identity
+
+
+def checkpoint(config: BatonConfig) -> str:
+    """The model as something vLLM can load; a bundled one is converted on this node if it is not yet."""
+    return str(resolve(config.model.source, config.model.cache_dir or DEFAULT_CACHE_DIR))
+
+
+def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine:
+    """The engine of one replica, not started. Heavy imports happen here, in the replica's process."""
+    engine = config.pools[identity.pool].engine
+    if isinstance(engine, VllmEngineConfig):
+        from deployments.engine.vllm import VllmEngine
+
+        return VllmEngine(
+            engine,
+            config.model,
+            config.channel,
+            model_path=checkpoint(config),
+            role=identity.role,
+            replica_id=identity.replica_id,
+            secret=secret,
+            host=identity.host,
+        )
+    from deployments.engine.mock import MockEngine
+    from transfer.plane import InProcessPlane, Plane
+
+    plane: Plane
+    if config.channel.kind == "nixl":
+        from transfer.nixl_channel import NixlPlane
+
+        plane = NixlPlane(identity.replica_id, config.channel.backend, config.channel.transports)
+    else:
+        plane = InProcessPlane(identity.replica_id)
+    return MockEngine(
+        engine,
+        role=identity.role,
+        replica_id=identity.replica_id,
+        fingerprint=f"mock-{engine.num_layers}-{engine.seed}",
+        secret=secret,
+        host=identity.host,
+        handoff_timeout_s=config.channel.handoff_timeout_s,
+        max_model_len=config.model.max_model_len,
+        plane=plane,
+    )
+
+
+def environment(config: BatonConfig, pool: str) -> dict[str, str]:
+    """Environment variables of a pool's replicas, set before their process starts."""
+    engine = config.pools[pool].engine
+    variables: dict[str, str] = {}
+    if isinstance(engine, VllmEngineConfig):
+        variables |= {
+            "OMP_NUM_THREADS": str(engine.omp_threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "TOKENIZERS_PARALLELISM": "false",
+            "NIXL_LOG_LEVEL": "WARN",
+        }
+    return variables | offline(config) | config.pools[pool].env
+
+
+def offline(config: BatonConfig) -> dict[str, str]:
+    """A model that is here must not be looked for elsewhere."""
+    source = config.model.source
+    return {"HF_HUB_OFFLINE": "1"} if source.startswith("bundled:") or Path(source).is_dir() else {}

@@ -1,0 +1,76 @@
+"""An engine core as Baton sees it: add a request, abort it, get outputs by step.
+
+The real one is `vllm.py`, the double `mock.py`; both pass tests/deployments/engine/test_contract.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class EngineError(Exception):
+    """The engine core is dead or refuses; the replica is unhealthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Known once the engine is up. `endpoints`: the KV channel's control address of each worker, by rank."""
+
+    fingerprint: str
+    block_size: int
+    total_blocks: int
+    max_sessions: int
+    max_model_len: int
+    endpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The engine's own counters after its last step. Blocks are KV blocks; tokens count from the engine's start."""
+
+    used_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One request's part of a step. `payload` is what `encode` takes."""
+
+    request_id: str
+    new_tokens: int
+    finished: bool
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    outputs: tuple[Output, ...]
+    load: EngineLoad
+
+
+class Engine(Protocol):
+    """One engine core."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model; seconds to minutes. Raises EngineError."""
+
+    async def add(self, frames: tuple[bytes, ...]) -> None:
+        """Add an encoded EngineCoreRequest. Raises EngineError when the engine is dead."""
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Abort requests; unknown ids are ignored. Blocks are free once no peer can write them any more."""
+
+    async def step(self) -> Step:
+        """Wait for the next step's outputs. Raises EngineError when the engine dies."""
+
+    def encode(self, payloads: list[Any]) -> list[bytes]:
+        """Encode outputs of one step as the frames of an EngineCoreOutputs message."""
+
+    async def counters(self) -> dict[str, float]:
+        """The KV channel's counters, summed over workers (bytes written, handoffs landed, ...)."""
+
+    async def shutdown(self) -> None:
+        """End the engine's processes; idempotent."""

@@ -1,0 +1,37 @@
+"""Why a session can fail. `app/errors.py` maps each of these to an HTTP status and an OpenAI error body."""
+
+from __future__ import annotations
+
+
+class SessionError(Exception):
+    """Base of everything that ends a session without an answer."""
+
+
+class NeverFits(SessionError):
+    """No replica could ever hold the request: the client must ask for less."""
+
+
+class Overloaded(SessionError):
+    """No capacity within the queueing time; `retry_after_s` says when to come back."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(SessionError):
+    """No replica of a kind the request needs is up."""
+
+    retry_after_s = 5.0
+
+
+class ReplicaLost(SessionError):
+    """A replica died, or refused, in the middle of the session."""
+
+
+class HandoffFailed(SessionError):
+    """The KV cache did not reach the decode replica."""
+
+
+class SessionTimeout(SessionError):
+    """The session outlived its deadline."""

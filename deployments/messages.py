@@ -1,0 +1,155 @@
+"""Frozen messages that cross processes between ingress, session manager and replicas.
+
+Lengths are in tokens, memory in KV blocks, durations in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a pool is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Mode(StrEnum):
+    """How a session is served."""
+
+    DISAGGREGATED = "disaggregated"
+    DECODE_LOCAL = "decode_local"
+    PREFILL_LOCAL = "prefill_local"
+
+
+class Phase(StrEnum):
+    """What a replica is doing; shown on `/ready` and the status page."""
+
+    LOADING = "loading model"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """What does not change in a replica's life. `endpoints`: control address of each worker's KV channel, by rank."""
+
+    replica_id: str
+    pool: str
+    role: Role
+    node_id: str
+    fingerprint: str
+    block_size: int
+    total_blocks: int
+    max_sessions: int
+    max_model_len: int
+    endpoints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """A replica's load at one moment. `version` grows by one with every snapshot of that replica."""
+
+    replica_id: str
+    version: int
+    phase: Phase
+    info: ReplicaInfo | None = None
+    used_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    backlog_tokens: int = 0
+    sessions: tuple[str, ...] = ()
+    pool: str = ""
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """What admission and placement need to know of a request.
+
+    `allowed`: the modes in which the request's parameters can be served exactly, best first; `rule` names the
+    reason when that is not all of them.
+    """
+
+    session_id: str
+    prompt_tokens: int
+    max_tokens: int
+    allowed: tuple[Mode, ...] = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL)
+    rule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a session goes, what was reserved for it, and how long each step may take."""
+
+    session_id: str
+    epoch: int
+    mode: Mode
+    reason: str
+    decode: ReplicaInfo | None
+    prefill: ReplicaInfo | None
+    reserved_blocks: int
+    handoff_timeout_s: float
+    session_timeout_s: float
+
+    @property
+    def owner(self) -> ReplicaInfo:
+        """The replica that writes the end of the answer."""
+        replica = self.decode or self.prefill
+        assert replica is not None, "a placement names at least one replica"
+        return replica
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Not now: capacity will come back. `unavailable`: no replica of a kind that is needed is up."""
+
+    reason: str
+    unavailable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Not at all (`retry_after_s` is None: the request can never be served here), or not soon."""
+
+    reason: str
+    retry_after_s: float | None = None
+    unavailable: bool = False
+
+
+Decision = Admit | Queue | Reject
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTask:
+    """One replica's part of a session, the argument of its `run` call.
+
+    `request`: the frames of an encoded EngineCoreRequest. `reply_to`: the ingress's output address; engine
+    outputs go there by step, not through the call.
+    """
+
+    session_id: str
+    epoch: int
+    replica_id: str
+    request_id: str
+    request: tuple[bytes, ...]
+    reply_to: str
+    timeout_s: float
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """What a replica says of its part when it is over."""
+
+    session_id: str
+    replica_id: str
+    outcome: str
+    output_tokens: int = 0

@@ -1,0 +1,227 @@
+"""A prefill or decode replica: an engine core, the sessions on it, and what it tells the session manager.
+
+Both roles are the same shell around an engine; what differs is in the engine's KV connector and in the requests
+they get. Plain Python: `app/main.py` makes a Serve deployment of `ServeReplica`, tests build `Replica` without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from configs.schema import PlacementConfig
+from deployments.engine.protocol import Engine, EngineError, EngineLoad, Output, Step
+from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Role, SessionReport, SessionTask
+from deployments.wire import OutputSender
+
+logger = logging.getLogger("baton.replica")
+
+HEARTBEAT_S = 1.0
+REPORT_TIMEOUT_S = 5.0
+
+
+class ReportPort(Protocol):
+    """Where snapshots go: the session manager."""
+
+    async def report(self, snapshot: ReplicaSnapshot) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who and where a replica is. `host`: the address its peers reach it at."""
+
+    replica_id: str
+    pool: str
+    role: Role
+    node_id: str
+    host: str
+
+
+@dataclass(slots=True)
+class _Live:
+    task: SessionTask
+    done: asyncio.Future[str]
+    output_tokens: int = 0
+    started: bool = False
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the manager was told last, and when."""
+
+    content: object = None
+    at: float = 0.0
+    version: int = field(default_factory=lambda: time.time_ns())
+
+
+class Replica:
+    """Runs sessions on one engine. `start` before anything else, `stop` at the end."""
+
+    def __init__(self, identity: Identity, engine: Engine, port: ReportPort, config: PlacementConfig) -> None:
+        self._identity, self._engine, self._port, self._config = identity, engine, port, config
+        self._sender = OutputSender(identity.replica_id)
+        self._live: dict[str, _Live] = {}
+        self._info: ReplicaInfo | None = None
+        self._phase = Phase.LOADING
+        self._load = EngineLoad()
+        self._counters: dict[str, float] = {}
+        self._counted = False
+        self._told = _Told()
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._error: BaseException | None = None
+
+    async def start(self) -> None:
+        """Load the engine, telling the manager meanwhile. Raises EngineError."""
+        self._own(self._report_loop(), "report")
+        engine = await self._engine.start()
+        self._info = ReplicaInfo(
+            replica_id=self._identity.replica_id,
+            pool=self._identity.pool,
+            role=self._identity.role,
+            node_id=self._identity.node_id,
+            fingerprint=engine.fingerprint,
+            block_size=engine.block_size,
+            total_blocks=engine.total_blocks,
+            max_sessions=engine.max_sessions,
+            max_model_len=engine.max_model_len,
+            endpoints=engine.endpoints,
+        )
+        self._own(self._pump(), "pump")
+        self._phase = Phase.READY
+        self._changed.set()
+
+    def _own(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=f"baton-{name}")
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s of %s ended: %r", task.get_name(), self._identity.replica_id, error)
+            self._error = error
+            for live in self._live.values():
+                if not live.done.done():
+                    live.done.set_exception(EngineError(f"the replica failed: {error}"))
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        """One session's part, open until the engine is done with it. Cancelling the call aborts the request.
+
+        Raises EngineError when the engine dies. Outputs go to `task.reply_to`, step by step.
+        """
+        self._refuse_if_unwell()
+        live = _Live(task, asyncio.get_running_loop().create_future())
+        self._live[task.request_id] = live
+        self._changed.set()
+        finished = False
+        try:
+            async with asyncio.timeout(task.timeout_s):
+                await self._engine.add(task.request)
+                outcome = await live.done
+                finished = True
+        except TimeoutError:
+            outcome = "expired"
+        finally:
+            self._live.pop(task.request_id, None)
+            self._counted = False
+            self._changed.set()
+            if not finished and self._error is None:
+                await asyncio.shield(self._engine.abort([task.request_id]))
+        return SessionReport(task.session_id, self._identity.replica_id, outcome, live.output_tokens)
+
+    def _refuse_if_unwell(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"the replica failed: {self._error}") from self._error
+        if self._phase is not Phase.READY:
+            raise EngineError(f"the replica is not ready: {self._phase}")
+
+    async def _pump(self) -> None:
+        """Send each step's outputs on, one message per ingress."""
+        while True:
+            self._take(await self._engine.step())
+
+    def _take(self, step: Step) -> None:
+        self._load = step.load
+        by_ingress: dict[str, list[Output]] = {}
+        for output in step.outputs:
+            if live := self._live.get(output.request_id):
+                by_ingress.setdefault(live.task.reply_to, []).append(output)
+        for address, outputs in by_ingress.items():
+            sent = self._sender.send(address, self._engine.encode([output.payload for output in outputs]))
+            for output in outputs:
+                self._settle(output, sent)
+        self._changed.set()
+
+    def _settle(self, output: Output, sent: bool) -> None:
+        live = self._live[output.request_id]
+        live.output_tokens += output.new_tokens
+        live.started = True
+        if live.done.done():
+            return
+        if not sent:
+            live.done.set_exception(EngineError("the ingress does not take its outputs"))
+        elif output.finished:
+            live.done.set_result("finished")
+
+    async def _report_loop(self) -> None:
+        """Tell the manager what has changed, at most once per interval, and that we live, once per heartbeat."""
+        while True:
+            await self._refresh_counters()
+            snapshot = self._snapshot()
+            if snapshot is not None:
+                try:
+                    await asyncio.wait_for(self._port.report(snapshot), REPORT_TIMEOUT_S)
+                except (TimeoutError, OSError, RuntimeError) as error:
+                    logger.warning("the session manager did not take a snapshot: %r", error)
+            await asyncio.sleep(self._config.snapshot_interval_s)
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+            except TimeoutError:
+                continue
+
+    async def _refresh_counters(self) -> None:
+        """Asking costs the engine a moment, so only once after it has fallen idle."""
+        if self._phase is Phase.READY and not self._live and not self._counted and self._error is None:
+            try:
+                self._counters, self._counted = await self._engine.counters(), True
+            except TimeoutError:  # it has work again; its next idle moment will do
+                return
+
+    def _snapshot(self) -> ReplicaSnapshot:
+        self._told.version += 1
+        return ReplicaSnapshot(
+            replica_id=self._identity.replica_id,
+            version=self._told.version,
+            phase=self._phase,
+            info=self._info,
+            pool=self._identity.pool,
+            used_blocks=self._load.used_blocks,
+            running=self._load.running,
+            waiting=self._load.waiting,
+            backlog_tokens=sum(live.task.prompt_tokens for live in self._live.values() if not live.started),
+            sessions=tuple(live.task.session_id for live in self._live.values()),
+            counters=self._counters | self._load.counters,
+        )
+
+    async def counters(self) -> dict[str, float]:
+        """The engine's and the KV channel's counters, now."""
+        return await self._engine.counters()
+
+    def check_health(self) -> None:
+        """Raises when the engine or one of our tasks has died: Serve then replaces the replica."""
+        if self._error is not None:
+            raise EngineError(f"the replica failed: {self._error}") from self._error
+
+    async def stop(self) -> None:
+        """End the tasks and the engine; idempotent."""
+        self._phase = Phase.DRAINING
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._engine.shutdown()
+        self._sender.close()

@@ -1,0 +1,82 @@
+"""The Serve request router: delivers a call to the replica that its placement names, or says that it cannot.
+
+Serve's own routing loop finds *a* replica for *some* waiting request: it matches the two by a request id that
+every call made within one HTTP request shares, it retries on other replicas, and it waits for ever while a
+deployment has no replica. A placed call needs one replica, one try and an end. So, like Serve's own
+`ray.serve.experimental.capacity_queue_router`, this router answers in the caller's coroutine and leaves the
+loop to calls that no placement goes with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.errors import ReplicaLost
+from deployments.messages import SessionTask
+
+APPEAR_S = 5.0
+"""A new replica may reach the session manager before Serve tells its handles: a call waits so long for it."""
+
+
+class PlacedRouter(RequestRouter):
+    """Routes a call whose first positional argument is a SessionTask to `task.replica_id`; others anywhere.
+
+    A placed call fails with ReplicaLost at once when its replica is gone, has refused or has died under it,
+    and after `appear_s` (a request router argument) when Serve has never heard of it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._appear_s = APPEAR_S
+        self._seen: set[ReplicaID] = set()
+        self._changed = asyncio.Event()
+
+    def initialize_state(self, appear_s: float = APPEAR_S, **kwargs: Any) -> None:
+        """Serve calls this with `request_router_kwargs`."""
+        if kwargs:
+            raise ValueError(f"PlacedRouter does not know {sorted(kwargs)}")
+        self._appear_s = appear_s
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve calls this with all replicas when any has come or gone."""
+        super().update_replicas(replicas)
+        self._seen.update(self.curr_replicas)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """For calls without a task: any replica, and Serve picks the one with the shortest queue."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        return [candidate_replicas]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Serve asks here for one call's replica, and again (`is_retry`) when that did not take it."""
+        task = pending_request.args[0] if pending_request.args else None
+        if not isinstance(task, SessionTask):
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if is_retry:
+            raise ReplicaLost(f"replica {task.replica_id} refused session {task.session_id} or died under it")
+        return await self._named(task)
+
+    async def _named(self, task: SessionTask) -> RunningReplica:
+        replica_id = ReplicaID(unique_id=task.replica_id, deployment_id=self._deployment_id)
+        try:
+            async with asyncio.timeout(self._appear_s):
+                while (replica := self.curr_replicas.get(replica_id)) is None:
+                    if replica_id in self._seen:
+                        raise ReplicaLost(f"replica {task.replica_id} of session {task.session_id} is gone")
+                    await self._changed.wait()
+        except TimeoutError:
+            raise ReplicaLost(
+                f"Serve knows no replica {task.replica_id} of {self._deployment_id.name}, "
+                f"where session {task.session_id} was placed"
+            ) from None
+        return replica

@@ -1,0 +1,152 @@
+"""One session's life as a pure state machine: events in, effects out.
+
+The cluster core owns it and carries out the effects. `ALLOWED` is the table of legal events; an illegal event
+raises `IllegalEvent` and changes nothing. Outputs are opaque here: a prefill output carries the first token, and
+decode outputs that overtake it on the way are held back until it has been delivered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from deployments.errors import HandoffFailed, ReplicaLost, SessionError
+from deployments.messages import Mode, Role
+
+
+class IllegalEvent(Exception):
+    """The caller's mistake: this event cannot happen in this state."""
+
+
+class State(StrEnum):
+    OPENING = "opening"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    OVER = "over"
+
+
+class Finish(StrEnum):
+    """Why an engine ended its part, as far as splitting cares."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+ALLOWED: dict[str, frozenset[State]] = {
+    "placed": frozenset({State.OPENING}),
+    "output": frozenset(State) - {State.OPENING},
+    "call_ended": frozenset(State) - {State.OPENING},
+    "failed": frozenset(State),
+    "cancelled": frozenset(State),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give an output to the frontend. `finish`: whether its finish reason stands."""
+
+    output: Any
+    finish: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOver:
+    """The prefill replica has done its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Tell the client that there will be no (more) answer."""
+
+    error: SessionError
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End both replicas' parts that are still open, and give back what was reserved."""
+
+    outcome: str
+
+
+Effect = Deliver | PrefillOver | Fail | Close
+
+
+@dataclass(slots=True)
+class Session:
+    """A session is over once, with one `Close`, whatever happens."""
+
+    session_id: str
+    mode: Mode | None = None
+    state: State = State.OPENING
+    held: list[tuple[Any, Finish | None]] = field(default_factory=list)
+
+    def placed(self, mode: Mode) -> list[Effect]:
+        """Admission has placed the session."""
+        self._check("placed")
+        self.mode = mode
+        self.state = State.PREFILLING if mode is Mode.DISAGGREGATED else State.DECODING
+        return []
+
+    def output(self, role: Role, output: Any, finish: Finish | None) -> list[Effect]:
+        """An engine of the session produced something."""
+        self._check("output")
+        if self.state is State.OVER:
+            return []
+        if finish is Finish.ERROR:
+            return self.failed(HandoffFailed(f"the {role} engine could not go on with the request"))
+        if self.state is State.DECODING:
+            # In a split session prefill has said all it has to say.
+            return [] if self._split and role is Role.PREFILL else self._deliver(output, finish)
+        if role is Role.DECODE:
+            self.held.append((output, finish))
+            return []
+        return self._first(output, finish)
+
+    def _first(self, output: Any, finish: Finish | None) -> list[Effect]:
+        if finish in (Finish.STOP, Finish.ABORT):
+            return self._deliver(output, finish)
+        self.state = State.DECODING
+        effects: list[Effect] = [Deliver(output, finish=False), PrefillOver()]
+        held, self.held = self.held, []
+        for late, how in held:
+            effects += self._deliver(late, how)
+        return effects
+
+    def _deliver(self, output: Any, finish: Finish | None) -> list[Effect]:
+        effects: list[Effect] = [Deliver(output, finish=finish is not None)]
+        return effects if finish is None else effects + self._over(finish)
+
+    def call_ended(self, role: Role, clean: bool, detail: str) -> list[Effect]:
+        """A replica's call is over. When it ended cleanly its last outputs are here or on their way."""
+        self._check("call_ended")
+        if clean or self.state is State.OVER:
+            return []
+        if self._split and role is Role.PREFILL and self.state is State.DECODING:
+            return []  # its part was done; whether the KV landed is decode's to say
+        return self.failed(ReplicaLost(f"the {role} replica was lost: {detail}"))
+
+    def failed(self, error: SessionError) -> list[Effect]:
+        """Something ended the session without an answer."""
+        self._check("failed")
+        return [] if self.state is State.OVER else [Fail(error), *self._over("failed")]
+
+    def cancelled(self) -> list[Effect]:
+        """The client went away, or a stop string was found."""
+        self._check("cancelled")
+        return [] if self.state is State.OVER else self._over("cancelled")
+
+    @property
+    def _split(self) -> bool:
+        return self.mode is Mode.DISAGGREGATED
+
+    def _over(self, outcome: str) -> list[Effect]:
+        self.state = State.OVER
+        self.held.clear()
+        return [Close(str(outcome))]
+
+    def _check(self, event: str) -> None:
+        if self.state not in ALLOWED[event]:
+            raise IllegalEvent(f"session {self.session_id}: {event} while {self.state}")

@@ -1,0 +1,46 @@
+"""What every test may use."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+SETTLE_S = 5.0
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("baton-")}
+
+
+def _descriptors() -> dict[int, str]:
+    open_now = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - an entry may go away while one looks
+        try:
+            open_now[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 - the same
+        except FileNotFoundError:
+            continue
+    return open_now
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread of ours or an open file descriptor behind.
+
+    Ask for it before whatever opens something, so that it looks after everything else is closed.
+    """
+    threads, descriptors = _threads(), len(_descriptors())
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        gc.collect()
+        left, open_now = _threads() - threads, _descriptors()
+        if not left and len(open_now) <= descriptors:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: threads {left}; {len(open_now) - descriptors} more of {open_now}")
+        time.sleep(0.02)

@@ -1,0 +1,293 @@
+"""The session manager: sessions open, wait, close and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, PlacementConfig, PoolConfig
+from deployments.messages import (
+    Admit,
+    Mode,
+    Phase,
+    Placement,
+    Reject,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+    SessionRequest,
+)
+from deployments.session_manager import SessionManager
+
+BLOCK = 16
+BOTH = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def config(**placement: Any) -> BatonConfig:
+    pool = PoolConfig(engine=MockEngineConfig(block_size=BLOCK))
+    return BatonConfig(
+        prefill=pool,
+        decode={"small": pool},
+        channel=ChannelConfig(kind="in_process", handoff_timeout_s=7.0),
+        placement=PlacementConfig(session_timeout_s=70.0, **placement),
+    )
+
+
+def info(replica_id: str, pool: str, total_blocks: int) -> ReplicaInfo:
+    role = Role.PREFILL if pool == "prefill" else Role.DECODE
+    return ReplicaInfo(replica_id, pool, role, "node", "engine", BLOCK, total_blocks, 8, 2048)
+
+
+P0, D0 = info("p0", "prefill", 100), info("d0", "decode-small", 20)
+
+
+class Cluster:
+    """A session manager, and replicas that report what the test says."""
+
+    def __init__(self, **placement: Any) -> None:
+        self.clock = Clock()
+        self.manager = SessionManager(config(**placement), self.clock)
+        self._version = 0
+
+    async def report(self, replica: ReplicaInfo, **load: Any) -> None:
+        self._version += 1
+        phase = load.pop("phase", Phase.READY)
+        await self.manager.report(ReplicaSnapshot(replica.replica_id, self._version, phase, replica, **load))
+
+    async def up(self) -> None:
+        await self.report(P0)
+        await self.report(D0)
+
+    async def admit(self, session_id: str, blocks: int = 10) -> Placement:
+        answer = await self.manager.open(ask(session_id, blocks))
+        assert isinstance(answer, Admit), answer
+        return answer.placement
+
+    def queue(self, session_id: str, blocks: int = 10) -> asyncio.Task[Admit | Reject]:
+        return asyncio.create_task(self.manager.open(ask(session_id, blocks)))
+
+
+def ask(session_id: str, blocks: int = 10) -> SessionRequest:
+    return SessionRequest(session_id, BLOCK, (blocks - 1) * BLOCK, BOTH)
+
+
+async def settle() -> None:
+    """Let every task that can run, run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    """Two replicas that are up; nothing may be left of any session at the end."""
+    cluster = Cluster()
+    await cluster.up()
+    yield cluster
+    await settle()
+    status = await cluster.manager.status()
+    assert status["promises"] == []
+    assert status["sessions"]["queued"] == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_session_is_placed_and_closed(cluster: Cluster) -> None:
+    placement = await cluster.admit("a")
+    assert placement == Placement("a", 1, Mode.DISAGGREGATED, "split", D0, P0, 10, 7.0, 70.0)
+    await cluster.manager.prefill_done("a", 1)
+    await cluster.manager.close("a", 1, "finished")
+    await cluster.manager.close("a", 1, "failed")
+    status = await cluster.manager.status()
+    assert status["sessions"] == {"open": 0, "queued": 0, "closed": {"finished": 1}}
+    assert status["modes"] == {"disaggregated": 1}
+
+
+async def test_a_session_waits_until_another_closes(cluster: Cluster) -> None:
+    first, second = await cluster.admit("a"), await cluster.admit("b")
+    waiting = cluster.queue("c")
+    await settle()
+    assert not waiting.done()
+    assert (await cluster.manager.status())["sessions"]["queued"] == 1
+    await cluster.manager.close("a", first.epoch, "finished")
+    answer = await waiting
+    assert isinstance(answer, Admit)
+    for placement in (second, answer.placement):
+        await cluster.manager.close(placement.session_id, placement.epoch, "finished")
+
+
+async def test_a_report_that_shows_room_wakes_the_queue(cluster: Cluster) -> None:
+    await cluster.report(D0, used_blocks=20, running=2, sessions=("x", "y"))
+    waiting = cluster.queue("a")
+    await settle()
+    assert not waiting.done()
+    await cluster.report(D0)
+    assert isinstance(await waiting, Admit)
+    await cluster.manager.close("a", 1, "finished")
+
+
+async def test_what_can_never_fit_is_rejected_at_once(cluster: Cluster) -> None:
+    answer = await cluster.manager.open(ask("a", 21))
+    assert isinstance(answer, Reject)
+    assert answer.retry_after_s is None
+    assert "336 tokens" in answer.reason
+    assert (await cluster.manager.status())["rejects"] == {"never_fits": 1}
+
+
+async def test_a_waiter_is_rejected_when_its_time_is_up_even_if_nothing_happens() -> None:
+    manager = SessionManager(config(queue_timeout_s=0.02))
+    answer = await asyncio.wait_for(manager.open(ask("a")), 5.0)
+    assert answer == Reject("no capacity within 0.02 s: no decode replica is ready", 0.02, unavailable=True)
+    assert (await manager.status())["rejects"] == {"timeout": 1}
+
+
+async def test_an_event_after_the_deadline_rejects_too(cluster: Cluster) -> None:
+    await cluster.report(D0, used_blocks=20)
+    waiting = cluster.queue("a")
+    await settle()
+    cluster.clock.now_s = 30.0
+    await cluster.report(D0, used_blocks=20)
+    answer = await waiting
+    assert isinstance(answer, Reject)
+    assert answer.retry_after_s == 30.0
+    assert "KV blocks are short: 10 needed, at most 0 free" in answer.reason
+
+
+async def test_a_full_queue_rejects_at_once() -> None:
+    cluster = Cluster(max_queued_requests=0)
+    answer = await cluster.manager.open(ask("a"))
+    assert answer == Reject("0 requests are waiting already", 1.0)
+    await cluster.up()
+    await cluster.admit("a")
+
+
+async def test_a_cancelled_waiter_leaves_the_queue(cluster: Cluster) -> None:
+    await cluster.admit("a", 20)
+    waiting = cluster.queue("b")
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (await cluster.manager.status())["sessions"]["queued"] == 0
+    await cluster.manager.close("a", 1, "finished")
+    assert (await cluster.manager.status())["sessions"]["closed"] == {"abandoned": 1, "finished": 1}
+
+
+async def test_a_placement_for_a_caller_that_is_gone_is_released_and_goes_to_the_next(
+    cluster: Cluster,
+) -> None:
+    await cluster.admit("a", 20)
+    gone, following = cluster.queue("b", 20), cluster.queue("c", 20)
+    await settle()
+    await cluster.manager.close("a", 1, "finished")  # places b, whose task has not run yet
+    gone.cancel()
+    answer = await following
+    assert gone.cancelled()
+    assert isinstance(answer, Admit)
+    await cluster.manager.close("c", answer.placement.epoch, "finished")
+
+
+async def test_opening_again_gives_a_new_epoch_and_old_news_changes_nothing(cluster: Cluster) -> None:
+    await cluster.admit("a")
+    await cluster.manager.close("a", 1, "failed")
+    assert (await cluster.admit("a")).epoch == 2
+    await cluster.manager.close("a", 1, "failed")
+    await cluster.manager.prefill_done("a", 1)
+    (promise,) = (await cluster.manager.status())["promises"]
+    assert (promise["epoch"], promise["prefilling"]) == (2, True)
+    await cluster.manager.close("a", 2, "finished")
+
+
+async def test_nothing_is_placed_on_a_lost_or_stale_replica(cluster: Cluster) -> None:
+    await cluster.manager.lost("d0")
+    waiting = cluster.queue("a")
+    await settle()
+    assert not waiting.done()
+    await cluster.report(D0)
+    assert isinstance(await waiting, Admit)
+    await cluster.manager.close("a", 1, "finished")
+    cluster.clock.now_s = 6.0
+    assert not (await cluster.manager.ready())["ready"]
+
+
+async def test_a_session_that_nobody_closes_gives_its_blocks_back(cluster: Cluster) -> None:
+    await cluster.admit("a", 20)
+    waiting = cluster.queue("b", 20)
+    await settle()
+    cluster.clock.now_s = 29.0
+    await cluster.report(D0, sessions=("a",))
+    waiting.cancel()
+    await settle()
+    cluster.clock.now_s = 60.0
+    await cluster.report(D0)
+    status = await cluster.manager.status()
+    assert status["sessions"]["closed"] == {"expired": 1, "abandoned": 1}
+
+
+async def test_a_request_that_allows_no_mode_is_an_error_and_poisons_nothing(cluster: Cluster) -> None:
+    await cluster.admit("a", 20)
+    waiting = cluster.queue("b")
+    await settle()
+    with pytest.raises(ValueError, match="allows no mode"):
+        await cluster.manager.open(SessionRequest("c", 1, 1, ()))
+    with pytest.raises(ValueError, match="waiting already"):
+        await cluster.manager.open(ask("b"))
+    await cluster.manager.close("a", 1, "finished")
+    assert isinstance(await waiting, Admit)
+    await cluster.manager.close("b", 1, "finished")
+
+
+async def test_ready_names_every_expected_pool() -> None:
+    cluster = Cluster()
+    assert await cluster.manager.ready() == {
+        "ready": False,
+        "pools": {
+            "prefill": {"ready": False, "replicas": {}},
+            "decode-small": {"ready": False, "replicas": {}},
+        },
+    }
+    await cluster.report(P0)
+    await cluster.manager.report(ReplicaSnapshot("d0", 1, Phase.LOADING, pool="decode-small"))
+    cluster.clock.now_s = 1.0
+    ready = await cluster.manager.ready()
+    assert not ready["ready"]
+    loading = {"phase": "loading model", "age_s": 1.0, "fresh": True, "load": {}}
+    assert ready["pools"]["decode-small"]["replicas"] == {"d0": loading}
+    await cluster.report(D0)
+    ready = await cluster.manager.ready()
+    assert ready["ready"]
+    assert ready["pools"]["decode-small"]["replicas"]["d0"]["load"]["free_blocks"] == 20
+    await cluster.manager.check_health()
+
+
+async def test_no_replica_is_ever_promised_more_than_it_has(cluster: Cluster) -> None:
+    """Two hundred sessions of random size come, wait, are cancelled and end in random order."""
+    dice = random.Random(7)
+
+    async def session(name: str) -> None:
+        answer = await cluster.manager.open(ask(name, dice.randint(2, 20)))
+        assert isinstance(answer, Admit)
+        try:
+            for _ in range(dice.randint(0, 5)):
+                await asyncio.sleep(0)
+        finally:
+            await cluster.manager.close(name, answer.placement.epoch, "over")
+
+    tasks = [asyncio.create_task(session(str(number))) for number in range(200)]
+    while not all(task.done() for task in tasks):
+        status = await cluster.manager.status()
+        assert sum(promise["reserved_blocks"] for promise in status["promises"]) <= D0.total_blocks
+        dice.choice(tasks).cancel() if dice.random() < 0.1 else None
+        await asyncio.sleep(0)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(result) for result in results} <= {type(None), asyncio.CancelledError}
+    assert (await cluster.manager.ready())["pools"]["decode-small"]["replicas"]["d0"]["load"]["free_blocks"] == 20

@@ -1,0 +1,134 @@
+"""Two sides of a KV channel in one process, over real memory and real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transfer.channel import Channel, Chunk, Key, Results
+from transfer.control import Seal
+from transfer.layout import KVLayout
+from transfer.plane import InProcessPlane, Plane
+
+LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 64, 4, 32
+SECRET, WAIT_S = "a secret of the tests", 10.0
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(no_leaks: None) -> None:
+    """Every test of this folder ends with what it began with."""
+
+
+def until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    """Wait for a condition, not for a time."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.001)
+    return value
+
+
+class Side:
+    """One worker: memory, channel, and everything that its channel ever reported."""
+
+    until = staticmethod(until)
+    layers, blocks, block_size = LAYERS, BLOCKS, BLOCK_SIZE
+
+    def __init__(
+        self,
+        name: str,
+        plane: Plane | None = None,
+        timeout_s: float = WAIT_S,
+        secret: str = SECRET,
+        fingerprint: str = "model",
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        base, region = int(self.memory.ctypes.data), BLOCKS * BLOCK_BYTES
+        bases = tuple(base + index * region for index in range(LAYERS * REGIONS))
+        self.layout = KVLayout(LAYERS, REGIONS, BLOCKS, block_size, BLOCK_BYTES, bases, fingerprint=fingerprint)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.seal = Seal(secret)
+        self.channel = Channel(
+            plane or InProcessPlane(f"{name}-{id(self)}"),
+            self.layout,
+            self.seal,
+            "127.0.0.1",
+            timeout_s,
+            lambda event, **fields: self.events.append((event, fields)),
+        )
+        self.results = Results()
+
+    def fill(self, blocks: list[int], seed: int) -> None:
+        """Put bytes of their own into blocks."""
+        shape = (LAYERS, REGIONS, len(blocks), BLOCK_BYTES)
+        self.memory[:, :, blocks] = np.random.default_rng(seed).integers(1, 256, shape, dtype=np.uint8)
+
+    def save(
+        self, key: Key, request_id: str, computed: int, prompt: int, blocks: list[int], layers: int = LAYERS
+    ) -> None:
+        """One engine step: compute a chunk, layer by layer."""
+        self.channel.begin_step([Chunk(key, request_id, computed, prompt, tuple(blocks))])
+        for layer in range(layers):
+            self.channel.layer_saved(layer)
+        self.channel.end_step()
+
+    def collect(self) -> Results:
+        """All results so far; an id reported twice is an error."""
+        new = self.channel.take_results()
+        for mine, more in ((self.results.received, new.received), (self.results.broken, new.broken)):
+            assert not mine.keys() & more.keys()
+            mine.update(more)
+        assert not self.results.released & new.released
+        self.results.released |= new.released
+        return self.results
+
+    def wait(self, kind: str, request_id: str) -> Any:
+        """Wait for a result: received -> token, broken -> reason, released -> True."""
+        until(lambda: request_id in getattr(self.collect(), kind))
+        found = getattr(self.results, kind)
+        return True if kind == "released" else found[request_id]
+
+    def counter(self, name: str) -> float:
+        return self.channel.counters()[name]
+
+    def wait_counter(self, name: str, value: float) -> None:
+        until(lambda: self.counter(name) == value)
+
+    def wait_idle(self) -> None:
+        """Wait until no handoff is open."""
+        until(lambda: not self.counter("open_receiving") and not self.counter("open_writing"))
+
+    def barrier(self) -> None:
+        """Wait until the channel's thread has done all that it was told."""
+        assert self.channel.wait_quiet([], WAIT_S)
+
+
+@pytest.fixture
+def make_side() -> Iterator[Callable[..., Side]]:
+    """Build sides; they are closed in reverse."""
+    made: list[Side] = []
+
+    def make(name: str, **options: Any) -> Side:
+        made.append(Side(name, **options))
+        return made[-1]
+
+    yield make
+    for side in reversed(made):
+        side.channel.close()
+    assert not [t for t in threading.enumerate() if t.name == "baton-channel"]
+
+
+@pytest.fixture
+def prefill(make_side: Callable[..., Side]) -> Side:
+    return make_side("prefill")
+
+
+@pytest.fixture
+def decode(make_side: Callable[..., Side]) -> Side:
+    return make_side("decode")

@@ -1,0 +1,85 @@
+"""One side of a NIXL channel in its own process, driven by test_nixl_channel.py over its standard streams.
+
+Commands are JSON lines; each is answered with one. `NAME` and `TIMEOUT` are the arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from transfer.channel import Channel, ChannelError, Chunk
+from transfer.control import Seal
+from transfer.layout import KVLayout
+from transfer.nixl_channel import NixlPlane
+
+LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 256, 4, 4096
+
+
+class Worker:
+    """Memory and a channel."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        base, region = int(self.memory.ctypes.data), BLOCKS * BLOCK_BYTES
+        bases = tuple(base + index * region for index in range(LAYERS * REGIONS))
+        layout = KVLayout(LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES, bases, fingerprint="model")
+        self.channel = Channel(NixlPlane(name), layout, Seal("secret"), "127.0.0.1", timeout_s)
+
+    def fill(self, blocks: list[int], seed: int) -> None:
+        shape = (LAYERS, REGIONS, len(blocks), BLOCK_BYTES)
+        self.memory[:, :, blocks] = np.random.default_rng(seed).integers(1, 256, shape, dtype=np.uint8)
+
+    def digest(self, blocks: list[int]) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.memory[:, :, blocks]).tobytes()).hexdigest()
+
+    def touched(self) -> list[int]:
+        return [block for block in range(BLOCKS) if self.memory[:, :, block].any()]
+
+    def offer(self, session: str, peer: str, blocks: list[int]) -> None:
+        self.channel.offer((session, 1), session, peer, 0, blocks, needs_token=False)
+
+    def cancel(self, session: str) -> None:
+        self.channel.cancel((session, 1), "aborted")
+
+    def save(self, session: str, computed: int, prompt: int, blocks: list[int]) -> None:
+        self.channel.begin_step([Chunk((session, 1), session, computed, prompt, tuple(blocks))])
+        for layer in range(LAYERS):
+            self.channel.layer_saved(layer)
+        self.channel.end_step()
+
+    def ended(self, session: str, ok: bool) -> None:
+        self.channel.ended((session, 1), session, ok)
+
+    def results(self) -> dict[str, Any]:
+        try:
+            results = self.channel.take_results()
+        except ChannelError as error:
+            return {"dead": repr(error.__cause__)}
+        return {"received": results.received, "broken": results.broken, "released": list(results.released)}
+
+    def counters(self) -> dict[str, float]:
+        return self.channel.counters()
+
+    def address(self) -> str:
+        return self.channel.address
+
+
+def main() -> None:
+    worker = Worker(sys.argv[1], float(sys.argv[2]))
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        print(json.dumps(getattr(worker, name)(*arguments)), flush=True)
+    worker.channel.close()
+    print(json.dumps("closed"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

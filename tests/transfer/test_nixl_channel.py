@@ -1,0 +1,195 @@
+"""The NIXL plane between two processes: bytes, coalescing, and a peer that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WAIT_S = 60.0  # a bound, not an expectation: starting UCX on a busy machine takes seconds
+LAYERS, BLOCK_BYTES_PER_LAYER = 3, 2 * 4096
+
+
+class Remote:
+    """A `nixl_worker.py` process; its methods are called by name."""
+
+    def __init__(self, name: str, timeout_s: float = WAIT_S) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("nixl_worker.py")), name, str(timeout_s)]
+        environment = {**os.environ, "NIXL_LOG_LEVEL": "WARN", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.answers: queue.Queue[str] = queue.Queue()
+        self.reader = threading.Thread(target=self._read, name="baton-test-reader")
+        self.reader.start()
+        self.seen: dict[str, dict[str, Any]] = {"received": {}, "broken": {}, "released": {}}
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.answers.put(line)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([method, arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.answers.get(timeout=WAIT_S))
+
+    def wait(self, kind: str, session: str) -> Any:
+        """Wait for a result of a session, and fail at once when the channel dies."""
+        deadline = time.monotonic() + WAIT_S
+        while session not in self.seen[kind]:
+            assert time.monotonic() < deadline, f"{session} was never {kind}: {self.call('counters')}"
+            results = self.call("results")
+            assert "dead" not in results, results
+            self.seen["received"] |= results["received"]
+            self.seen["broken"] |= results["broken"]
+            self.seen["released"] |= dict.fromkeys(results["released"], True)
+            time.sleep(0.005)
+        return self.seen[kind][session]
+
+    def wait_counter(self, name: str, value: float) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while self.call("counters")[name] != value:
+            assert time.monotonic() < deadline, self.call("counters")
+            time.sleep(0.005)
+
+    def finish(self) -> None:
+        """Close in good order, or after a kill just collect what is left."""
+        assert self.process.stdin is not None
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            assert json.loads(self.answers.get(timeout=WAIT_S)) == "closed"
+            assert self.process.wait(WAIT_S) == 0
+
+    def collect(self) -> None:
+        """Leave no process, pipe or thread behind, whatever happened."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        self.reader.join(WAIT_S)
+        self.process.stdout.close()
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            return
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Remote]]:
+    """Start workers; what the tests leave of them must close in good order."""
+    started: list[Remote] = []
+
+    def begin(name: str, **options: Any) -> Remote:
+        started.append(Remote(name, **options))
+        return started[-1]
+
+    yield begin
+    try:
+        for remote in started:
+            remote.finish()
+    finally:
+        for remote in started:
+            remote.collect()
+
+
+@pytest.fixture(scope="module")
+def prefill(start: Callable[..., Remote]) -> Remote:
+    return start("prefill")
+
+
+@pytest.fixture(scope="module")
+def decode(start: Callable[..., Remote]) -> Remote:
+    return start("decode")
+
+
+def kill(remote: Remote) -> None:
+    remote.process.kill()
+    remote.process.wait(WAIT_S)
+
+
+def test_bytes_arrive_coalesced_and_nowhere_else(prefill: Remote, decode: Remote) -> None:
+    peer = prefill.call("address")
+    handoffs = {
+        "ascending": (list(range(10, 18)), list(range(40, 48))),
+        "descending": (list(range(27, 19, -1)), list(range(77, 69, -1))),
+        "scattered": ([1, 5, 3, 100, 101], [0, 255, 254, 90, 91]),
+        "one": ([150], [120]),
+    }
+    for seed, (session, (source, target)) in enumerate(handoffs.items()):
+        decode.call("offer", session, peer, target)
+        prefill.call("fill", source, seed)
+        prompt = 4 * len(source) - 1
+        for computed in sorted({max(1, prompt // 2), prompt}):
+            prefill.call("save", session, computed, prompt, source)
+        prefill.call("ended", session, True)
+    for session, (source, target) in handoffs.items():
+        assert decode.wait("received", session) is None
+        assert prefill.wait("released", session)
+        assert decode.call("digest", target) == prefill.call("digest", source), session
+    targets = sorted(block for _, target in handoffs.values() for block in target)
+    assert decode.call("touched") == targets
+    counters = prefill.call("counters")
+    assert counters["bytes_written"] == len(targets) * LAYERS * BLOCK_BYTES_PER_LAYER
+    assert counters["handoffs_landed"] == len(handoffs)
+    for remote in (prefill, decode):
+        counters = remote.call("counters")
+        assert counters["open_receiving"] == counters["open_writing"] == 0
+
+
+def test_a_cancel_in_the_middle_frees_both_sides(prefill: Remote, decode: Remote) -> None:
+    decode.call("offer", "cancelled", prefill.call("address"), [1, 2, 3])
+    prefill.call("save", "cancelled", 8, 12, [4, 5, 6])
+    decode.call("cancel", "cancelled")
+    assert decode.wait("broken", "cancelled") == "aborted"
+    prefill.call("save", "cancelled", 12, 12, [4, 5, 6])
+    prefill.call("ended", "cancelled", True)
+    assert prefill.wait("released", "cancelled")
+    prefill.wait_counter("open_writing", 0)
+
+
+def test_a_killed_prefill_is_noticed_and_its_blocks_are_free(start: Callable[..., Remote], decode: Remote) -> None:
+    victim = start("victim")
+    peer = victim.call("address")
+    for session in ("a", "b"):
+        decode.call("offer", session, peer, [1, 2] if session == "a" else [3, 4])
+    victim.call("save", "a", 4, 8, [5, 6])
+    victim.wait_counter("writes", LAYERS)
+    kill(victim)
+    for session in ("a", "b"):
+        assert decode.wait("broken", session) == "the prefill replica was lost"
+
+
+@pytest.mark.parametrize("written", [0, 8], ids=["before the first write", "between writes"])
+def test_a_killed_decode_fails_its_writes_and_no_others(
+    start: Callable[..., Remote], prefill: Remote, decode: Remote, written: int
+) -> None:
+    doomed, name, peer = start("doomed"), f"doomed-{written}", prefill.call("address")
+    before, blocks = prefill.call("counters"), list(range(20, 220))
+    doomed.call("offer", name, peer, list(range(200)))
+    prefill.wait_counter("open_writing", 1)
+    if written:
+        prefill.call("save", name, written, 800, blocks)
+        prefill.wait_counter("writes", before["writes"] + LAYERS)
+    kill(doomed)
+    prefill.call("save", name, 800, 800, blocks)
+    prefill.call("ended", name, True)
+    assert prefill.wait("released", name)
+    assert prefill.call("counters")["handoffs_failed"] == before["handoffs_failed"] + 1
+    other = f"other-{written}"
+    prefill.call("fill", [7, 8], 3)
+    decode.call("offer", other, peer, [1, 2])
+    prefill.call("save", other, 8, 8, [7, 8])
+    prefill.call("ended", other, True)
+    assert decode.wait("received", other) is None
+    assert decode.call("digest", [1, 2]) == prefill.call("digest", [7, 8])

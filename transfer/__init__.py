@@ -1,0 +1,1 @@
+"""How KV blocks move from prefill memory into decode memory. Runs with torch and nixl alone, but for connector.py."""

@@ -1,0 +1,348 @@
+"""The vLLM KV connector: an adapter from vLLM's hooks to the channel. The only file here that imports vllm.
+
+vLLM builds it twice: in the engine core's process (scheduler side: who hands what over, by block id) and in each
+worker's process (worker side: the channel). The two talk by vLLM's connector metadata, once per step.
+
+A request takes part when `kv_transfer_params["baton"]` holds `role` ("prefill" or "decode"), `session`, `epoch`
+and `peers`: the control addresses of the other side's workers, by rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.request import RequestStatus
+
+from transfer.blocks import blocks_for
+from transfer.channel import Channel, Chunk, Key, Results
+from transfer.control import FirstToken, Seal
+from transfer.layout import KVLayout
+from transfer.lifeline import die_with_parent
+from transfer.nixl_channel import NixlPlane
+from transfer.token_sender import TokenSender
+from transfer.trace import tracer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+PREEMPTION_WAIT_S = 30.0
+REST_S = 0.01  # also the longest that a new request waits for an engine which only waits for handoffs
+
+
+@dataclass(slots=True)
+class Offering:
+    """Decode blocks to offer to the prefill workers at `peers`."""
+
+    key: Key
+    request_id: str
+    peers: list[str]
+    first_block: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler side to the workers, once per step."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    ended: list[tuple[Key, str, bool]] = field(default_factory=list)
+    offers: list[Offering] = field(default_factory=list)
+    cancels: list[tuple[Key, str]] = field(default_factory=list)
+    preempted: list[Key] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any((self.chunks, self.ended, self.offers, self.cancels, self.preempted))
+
+
+@dataclass(slots=True)
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """From a worker back to the scheduler side: first tokens by request id."""
+
+    tokens: dict[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.tokens | other.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A request's part in a handoff."""
+
+    role: str
+    key: Key
+    peers: list[str]
+
+
+def _part(request: Request) -> _Part | None:
+    baton = (request.kv_transfer_params or {}).get("baton")
+    return _Part(baton["role"], (baton["session"], baton["epoch"]), baton["peers"]) if baton else None
+
+
+class BatonConnector(KVConnectorBase_V1):
+    """Prefill writes each layer of each chunk into decode's blocks; decode allocates them before prefill begins."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        die_with_parent()
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise ValueError("this model has several KV cache groups, which Baton's channel does not carry")
+        self._extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
+        self._block_size: int = vllm_config.cache_config.block_size
+        if role is KVConnectorRole.SCHEDULER:
+            self._tokens = TokenSender(Seal(self._extra["secret"]))
+            self._pending = StepMetadata()
+            self._prefills: dict[str, Request] = {}
+            self._awaiting: dict[str, Request] = {}
+        else:
+            self._channel: Channel | None = None
+            self._layers: dict[str, int] = {}
+            self._arrived: dict[str, int] = {}
+
+    # ---- scheduler side
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        part = _part(request)
+        if part is None or part.role != "decode" or request.num_output_tokens:
+            return 0, False
+        missing = request.num_prompt_tokens - num_computed_tokens
+        return (missing, True) if missing > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        part = _part(request)
+        if part is None:
+            return
+        if part.role == "prefill":
+            self._prefills[request.request_id] = request
+        elif num_external_tokens:
+            first = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+            end = blocks_for(request.num_prompt_tokens, self._block_size)
+            offered = list(blocks.get_block_ids()[0][first:end])
+            offering = Offering(part.key, request.request_id, part.peers, first, offered)
+            self._pending.offers.append(offering)
+            self._awaiting[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        metadata, self._pending = self._pending, StepMetadata()
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if request := self._prefills.get(request_id):
+                metadata.preempted.append(_key(request))
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self._prefills.get(request_id)
+            if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
+                continue
+            assert self._kv_cache_manager is not None
+            metadata.chunks.append(
+                Chunk(
+                    _key(request),
+                    request_id,
+                    min(request.num_computed_tokens + scheduled, request.num_prompt_tokens),
+                    request.num_prompt_tokens,
+                    tuple(self._kv_cache_manager.get_block_ids(request_id)[0]),
+                )
+            )
+        if not scheduler_output.total_num_scheduled_tokens and not metadata:
+            self._rest()
+        return metadata
+
+    def _rest(self) -> None:
+        """An engine that only waits for handoffs would step in a circle: it computes nothing, so let it wait here."""
+        channel = _channel_of_this_process()
+        if channel is not None:
+            channel.wait_news(REST_S)
+        else:
+            time.sleep(REST_S / 2)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        part = _part(request)
+        if part is None:
+            return False, None
+        if part.role == "prefill":
+            self._prefills.pop(request.request_id, None)
+            done = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+            if done:
+                token = FirstToken(*part.key, request.output_token_ids[0])
+                self._tokens.send(part.peers[0], token)
+            self._pending.ended.append((part.key, request.request_id, done))
+            return True, None
+        if self._awaiting.pop(request.request_id, None) is not None:
+            self._pending.cancels.append((part.key, "the request was aborted"))
+        return False, None
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        tokens = metadata.tokens if isinstance(metadata, WorkerMetadata) else {}
+        for request_id in connector_output.finished_recving or ():
+            request = self._awaiting.pop(request_id, None)
+            if request is not None and request_id in tokens:
+                _continue_from(request, tokens[request_id])
+
+    # ---- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = {name: index for index, name in enumerate(kv_caches)}
+        layout = kv_layout(list(kv_caches.values()), self._block_size, self._extra["fingerprint"])
+        name = f"{self._extra['replica_id']}-{self._rank}-{uuid.uuid4().hex[:8]}"
+        self._channel = Channel(
+            NixlPlane(name, self._extra["backend"], self._extra["transports"]),
+            layout,
+            Seal(self._extra["secret"]),
+            self._extra["host"],
+            self._extra["handoff_timeout_s"],
+            tracer(self._extra["trace_dir"], name),
+        )
+
+    @property
+    def channel(self) -> Channel:
+        """This worker's channel. Exists once vLLM has registered its KV caches."""
+        if self._channel is None:
+            raise RuntimeError("the KV caches are not registered yet")
+        return self._channel
+
+    @property
+    def _rank(self) -> int:
+        return int(get_tensor_model_parallel_rank())
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        preempted = kv_connector_metadata.preempted
+        if preempted and not self.channel.wait_quiet(preempted, PREEMPTION_WAIT_S):
+            raise RuntimeError("writes of a preempted prefill did not end; its blocks cannot be reused safely")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        rank = self._rank
+        for offer in connector_metadata.offers:
+            self.channel.offer(
+                offer.key, offer.request_id, offer.peers[rank], offer.first_block, offer.blocks, rank == 0
+            )
+        for key, reason in connector_metadata.cancels:
+            self.channel.cancel(key, reason)
+        for key, request_id, ok in connector_metadata.ended:
+            self.channel.ended(key, request_id, ok)
+        self.channel.begin_step(connector_metadata.chunks)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to start: the peer writes."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is not scheduled before its KV is here."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        ready = None
+        if kv_layer.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        self.channel.layer_saved(self._layers[layer_name], ready)
+
+    def wait_for_save(self) -> None:
+        """Only marks the end of the pass: source blocks are held until `finished_sending`."""
+        self.channel.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results: Results = self.channel.take_results()
+        self._arrived = {rid: token for rid, token in results.received.items() if token is not None}
+        return KVConnectorTransferResults(
+            finished_sending=results.released,
+            finished_recving=results.received.keys() | results.broken.keys(),
+            failed_recving=set(results.broken),
+        )
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        tokens, self._arrived = self._arrived, {}
+        return WorkerMetadata(tokens) if tokens else None
+
+    def shutdown(self) -> None:
+        if self._role is KVConnectorRole.SCHEDULER:
+            self._tokens.close()
+        elif self._channel is not None:
+            self._channel.close()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full CUDA graphs would skip `save_kv_layer`."""
+        return True
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into its workers, so that a replica can ask them by `collective_rpc`."""
+
+    def baton_endpoint(self) -> str:
+        """The control address of this worker's channel."""
+        return _connector().channel.address
+
+    def baton_counters(self) -> dict[str, float]:
+        """The counters of this worker's channel."""
+        return _connector().channel.counters()
+
+
+def _connector() -> BatonConnector:
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, BatonConnector)
+    return connector
+
+
+def _channel_of_this_process() -> Channel | None:
+    """The worker's channel, when worker and scheduler share a process."""
+    return _connector().channel if has_kv_transfer_group() else None
+
+
+def _key(request: Request) -> Key:
+    part = _part(request)
+    assert part is not None
+    return part.key
+
+
+def _continue_from(request: Request, token: int) -> None:
+    """Make prefill's token the last of the prompt: decode begins with computing it, and recomputes nothing."""
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids.append(token)
+    request._all_token_ids.append(token)
+    request.num_prompt_tokens += 1
+    request.update_block_hashes()
+
+
+def kv_layout(caches: list[torch.Tensor], block_size: int, fingerprint: str) -> KVLayout:
+    """The layout of one cache tensor a layer: blocks first, or keys and values apart first and blocks second."""
+    first = caches[0]
+    if any(cache.shape != first.shape or cache.stride() != first.stride() for cache in caches):
+        raise ValueError("layers with unlike KV caches are not carried")
+    if first[0].is_contiguous():
+        parts = [[cache] for cache in caches]
+    elif first.shape[0] == 2 and first[0, 0].is_contiguous():
+        parts = [[cache[0], cache[1]] for cache in caches]
+    else:
+        raise ValueError(f"a KV cache of shape {tuple(first.shape)}, strides {first.stride()} is not carried")
+    sample = parts[0][0]
+    shape = hashlib.sha256(repr((tuple(sample.shape[1:]), str(sample.dtype))).encode()).hexdigest()[:16]
+    return KVLayout(
+        num_layers=len(caches),
+        regions_per_layer=len(parts[0]),
+        num_blocks=sample.shape[0],
+        block_size=block_size,
+        block_bytes=sample.stride(0) * sample.element_size(),
+        bases=tuple(region.data_ptr() for layer in parts for region in layer),
+        device=first.device.type,
+        device_id=first.device.index or 0,
+        fingerprint=f"{fingerprint}/{shape}",
+    )

@@ -1,0 +1,106 @@
+"""The data plane under a channel: something that copies blocks from this process's memory into a peer's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+from transfer.blocks import runs
+from transfer.layout import KVLayout
+
+
+class PlaneError(Exception):
+    """Memory could not be registered, or a peer could not be reached."""
+
+
+class WriteState(Enum):
+    BUSY = "busy"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Plane(Protocol):
+    """Used by one thread at a time. Handles are opaque."""
+
+    @property
+    def name(self) -> str:
+        """This side's agent name, unique in the deployment."""
+
+    def register(self, layout: KVLayout) -> None:
+        """Register this process's KV memory, whole and once. Raises PlaneError."""
+
+    def metadata(self) -> bytes:
+        """What a peer needs in order to write here."""
+
+    def connect(self, agent: str, metadata: bytes, layout: KVLayout) -> None:
+        """Prepare to write into a peer's memory. Raises PlaneError."""
+
+    def disconnect(self, agent: str) -> None:
+        """Forget a peer."""
+
+    def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
+        """Begin copying blocks `local` of a layer into the peer's blocks `remote`. Raises PlaneError."""
+
+    def check(self, handle: Any) -> WriteState:
+        """State of a write; a handle that is not BUSY is released and must not be used again."""
+
+    def progress(self) -> None:
+        """Let the transport work for peers that write here."""
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+
+
+class InProcessPlane:
+    """Copies within one process. The double of the NIXL plane, for tests and the mock engine."""
+
+    _live: ClassVar[set[str]] = set()
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._layout: KVLayout | None = None
+        self._peers: dict[str, KVLayout] = {}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def register(self, layout: KVLayout) -> None:
+        self._layout = layout
+        InProcessPlane._live.add(self._name)
+
+    def metadata(self) -> bytes:
+        return str(os.getpid()).encode()
+
+    def connect(self, agent: str, metadata: bytes, layout: KVLayout) -> None:
+        if metadata != self.metadata():
+            raise PlaneError("the in-process channel reaches its own process only")
+        self._peers[agent] = layout
+
+    def disconnect(self, agent: str) -> None:
+        self._peers.pop(agent, None)
+
+    def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> WriteState:
+        ours, theirs = self._layout, self._peers.get(agent)
+        if ours is None or theirs is None:
+            raise PlaneError(f"no connection to {agent}")
+        if agent not in InProcessPlane._live:
+            return WriteState.FAILED
+        size = ours.block_bytes
+        for here, there, count in runs(local, remote):
+            for region in range(ours.regions_per_layer):
+                which = layer * ours.regions_per_layer + region
+                ctypes.memmove(theirs.bases[which] + there * size, ours.bases[which] + here * size, count * size)
+        return WriteState.DONE
+
+    def check(self, handle: WriteState) -> WriteState:
+        return handle
+
+    def progress(self) -> None:
+        return
+
+    def close(self) -> None:
+        InProcessPlane._live.discard(self._name)

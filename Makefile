@@ -42,7 +42,7 @@ $(STAMP): $(PROJECT_PINS) | $(BIN)/uv
 	elif [ "$(EXTRA)" = cpu ]; then backend="--torch-backend cpu"; fi; \
 	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
 	set -x; \
-	$(BIN)/uv pip install --python $(BIN)/python $$backend \
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python $$backend \
 	  --build-constraint constraints.txt \
 	  $(if $(filter cpu,$(EXTRA)),--constraint constraints.txt --override overrides.txt) \
 	  --config-setting editable_mode=compat --editable '.[$(EXTRA),dev]'; \

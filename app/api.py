@@ -52,15 +52,24 @@ class Gateway:
     """An ASGI application around vLLM's: our routes, and everything else through the middleware.
 
     `echo_request_id`: off where the proxy in front answers with the header itself, as Serve's does.
+    `observe` is called with every request that reached the inner application, and its status.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
 
-    def __init__(self, inner: ASGIApp, config: IngressConfig, port: ControlPort, echo_request_id: bool = True) -> None:
+    def __init__(
+        self,
+        inner: ASGIApp,
+        config: IngressConfig,
+        port: ControlPort,
+        echo_request_id: bool = True,
+        observe: Callable[[RequestContext, int], None] = lambda context, status: None,
+    ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner = inner
         self._config = config
         self._port = port
         self._echo = echo_request_id
+        self._observe = observe
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,6 +126,7 @@ class Gateway:
             _count(self.counters["rules"], rule)
         if status >= 400:
             _count(self.counters["errors"], str(status))
+        self._observe(context, status)
 
 
 class _Exchange:

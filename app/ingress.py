@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
+from ray.serve.metrics import Counter
 from ray.util import get_node_ip_address
 
 from app.api import Gateway
 from configs.schema import BatonConfig
 from deployments.engine.build import checkpoint
+from deployments.request_context import RequestContext
 from deployments.serve_ports import ServeManager, ServePool
 
 
@@ -24,6 +26,11 @@ class Ingress:
         self._config = BatonConfig.model_validate(config)
         self._manager = ServeManager(manager)
         self._pools = {name: ServePool(handle) for name, handle in pools.items()}
+        self._requests = Counter(
+            "baton_requests",
+            description="Requests by how they were placed, by the rule that kept them whole, and by HTTP status.",
+            tag_keys=("mode", "rule", "status"),
+        )
 
     async def __serve_build_asgi_app__(self) -> Gateway:
         """Serve calls this once; it is ready when this returns. vllm is imported here, in the ingress's process."""
@@ -33,7 +40,12 @@ class Ingress:
         timeout_s = self._config.placement.session_timeout_s
         core = ClusterCore(self._manager, self._pools, get_node_ip_address(), timeout_s)
         self._llm, server = await build_server(self._config, checkpoint(self._config), core)
-        return Gateway(server, self._config.ingress, self._manager, echo_request_id=False)
+        # Serve's proxy answers with the request id itself.
+        return Gateway(server, self._config.ingress, self._manager, echo_request_id=False, observe=self._count)
+
+    def _count(self, context: RequestContext, status: int) -> None:
+        tags = {"mode": ",".join(sorted(context.modes)), "rule": ",".join(sorted(context.rules))}
+        self._requests.inc(tags={**tags, "status": str(status)})
 
     def check_health(self) -> None:
         """Serve calls this; raising makes it replace the process."""

@@ -24,6 +24,7 @@ import yaml
 from app.launch_config import (
     LaunchError,
     base_url,
+    cpus_needed,
     curl_line,
     load_config,
     model_of,
@@ -62,7 +63,7 @@ class Launcher:
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(yaml.safe_dump(config, sort_keys=False))
         if own_ray:
-            self._start_ray()
+            self._start_ray(self._options.num_cpus or cpus_needed(model_of(config)))
         self._refuse_second_serve()
         self._say(f"deploying {self._options.config} (as written to {written})")
         self._deployed = True
@@ -106,12 +107,12 @@ class Launcher:
             raise LaunchError(f"the dashboard's port {ports.dashboard} is busy; choose another DASHBOARD_PORT")
         return True
 
-    def _start_ray(self) -> None:
+    def _start_ray(self, num_cpus: int) -> None:
         self._say(f"starting Ray at {self._ports.host}:{self._ports.gcs}")
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
         log = _RUN_DIR / f"{os.getpid()}-ray.log"
-        self._ray = LocalRay(self._ports, self._options.num_cpus, log, environment)
+        self._ray = LocalRay(self._ports, num_cpus, log, environment)
         deadline = time.monotonic() + _RAY_START_TIMEOUT_S
         while not self._api.answers():
             self._require_ray()
@@ -230,7 +231,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ray-address", help="host:port of a running cluster; default: one of our own")
     parser.add_argument("--ray-port", type=int, default=6379)
     parser.add_argument("--dashboard-port", type=int, default=8265)
-    parser.add_argument("--num-cpus", type=int, default=8, help="logical CPUs of our own Ray")
+    parser.add_argument("--num-cpus", type=int, help="logical CPUs of our own Ray; default: what is needed")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="the longest until ready")
     return parser.parse_args(arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -42,6 +43,14 @@ def model_of(config: Mapping[str, Any], path: Path | None = None) -> BatonConfig
         return BatonConfig.model_validate(config["applications"][0].get("args") or {})
     except ValidationError as error:
         raise LaunchError(f"{path or 'the configuration'} is not valid:\n{error}") from error
+
+
+def cpus_needed(baton: BatonConfig) -> int:
+    """Logical CPUs that the largest form of an application takes, for a Ray of our own. At least 8."""
+    pools = baton.pools.values()
+    sizes = [(pool.autoscaling or {}).get("max_replicas", pool.replicas or 1) for pool in pools]
+    taken = sum(size * pool.resources.num_cpus for size, pool in zip(sizes, pools, strict=True))
+    return max(8, math.ceil(taken + baton.ingress.replicas * baton.ingress.num_cpus + 1))
 
 
 def with_model(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:

@@ -169,9 +169,18 @@ class BatonConfig(Section):
             values = {name: getattr(engine, attribute) for name, engine in engines.items()}
             if len(set(values.values())) > 1:
                 raise ValueError(f"engine.{attribute} must be the same in every pool, not {values}")
-        for name, engine in engines.items():
-            if isinstance(engine, VllmEngineConfig):
-                _check_vllm(name, engine, self.model.max_model_len)
+        vllm = {name: engine for name, engine in engines.items() if isinstance(engine, VllmEngineConfig)}
+        for name, engine in vllm.items():
+            _check_vllm(name, engine, self.model.max_model_len)
+        for attribute, values in (
+            ("engine.tensor_parallel_size", {name: engine.tensor_parallel_size for name, engine in vllm.items()}),
+            (
+                "engine.engine_args.kv_cache_dtype",
+                {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()},
+            ),
+        ):
+            if len(set(values.values())) > 1:
+                raise ValueError(f"{attribute} must be the same in every pool to exchange KV, not {values}")
         return self
 
 
@@ -180,6 +189,7 @@ def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None
         raise ValueError(f"{pool}: engine.block_size must be a power of two, not {engine.block_size}")
     if engine.max_model_len is not None and engine.max_model_len > max_model_len:
         raise ValueError(f"{pool}: engine.max_model_len {engine.max_model_len} is over the model's {max_model_len}")
-    owned = {"kv_transfer_config", "model", "max_model_len", "block_size", "worker_extension_cls", "dtype"}
+    ours = {"kv_transfer_config", "model", "dtype", "enable_prefix_caching", "worker_extension_cls"}
+    owned = ours | {"distributed_executor_backend"} | VllmEngineConfig.model_fields.keys()
     if taken := owned & engine.engine_args.keys():
         raise ValueError(f"{pool}: engine.engine_args may not set {sorted(taken)}: Baton sets them")

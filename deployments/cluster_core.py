@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -225,7 +226,12 @@ class ClusterCore(EngineCoreClient):
         """One message is one engine step of one replica; it stays one batch for the frontend."""
         while True:
             replica_id, frames = await self._receiver.receive()
-            for output in self._decoder.decode(frames).outputs:
+            try:
+                outputs = self._decoder.decode(frames).outputs
+            except (msgspec.MsgspecError, IndexError, ValueError) as error:
+                logger.warning("dropped a message that is no engine output: %r", error)
+                continue
+            for output in outputs:
                 self._take(replica_id, output)
             self._flush()
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineLoad, Output, Step
+from deployments.errors import Unavailable
 from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Role, SessionReport, SessionTask
 from deployments.wire import OutputSender
 
@@ -24,7 +25,7 @@ REPORT_TIMEOUT_S = 5.0
 
 
 class ReportPort(Protocol):
-    """Where snapshots go: the session manager."""
+    """Where snapshots go: the session manager. Raises Unavailable."""
 
     async def report(self, snapshot: ReplicaSnapshot) -> None: ...
 
@@ -48,15 +49,6 @@ class _Live:
     started: bool = False
 
 
-@dataclass(slots=True)
-class _Told:
-    """What the manager was told last, and when."""
-
-    content: object = None
-    at: float = 0.0
-    version: int = field(default_factory=lambda: time.time_ns())
-
-
 class Replica:
     """Runs sessions on one engine. `start` before anything else, `stop` at the end."""
 
@@ -69,7 +61,7 @@ class Replica:
         self._load = EngineLoad()
         self._counters: dict[str, float] = {}
         self._counted = False
-        self._told = _Told()
+        self._version = time.time_ns()  # grows over restarts too
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
@@ -170,12 +162,10 @@ class Replica:
         """Tell the manager what has changed, at most once per interval, and that we live, once per heartbeat."""
         while True:
             await self._refresh_counters()
-            snapshot = self._snapshot()
-            if snapshot is not None:
-                try:
-                    await asyncio.wait_for(self._port.report(snapshot), REPORT_TIMEOUT_S)
-                except (TimeoutError, OSError, RuntimeError) as error:
-                    logger.warning("the session manager did not take a snapshot: %r", error)
+            try:
+                await asyncio.wait_for(self._port.report(self._snapshot()), REPORT_TIMEOUT_S)
+            except (TimeoutError, Unavailable) as error:
+                logger.warning("the session manager did not take a snapshot: %r", error)
             await asyncio.sleep(self._config.snapshot_interval_s)
             self._changed.clear()
             try:
@@ -187,15 +177,16 @@ class Replica:
         """Asking costs the engine a moment, so only once after it has fallen idle."""
         if self._phase is Phase.READY and not self._live and not self._counted and self._error is None:
             try:
-                self._counters, self._counted = await self._engine.counters(), True
+                counters = self._counters = await self._engine.counters()
+                self._counted = not counters.get("open_receiving") and not counters.get("open_writing")
             except TimeoutError:  # it has work again; its next idle moment will do
                 return
 
     def _snapshot(self) -> ReplicaSnapshot:
-        self._told.version += 1
+        self._version += 1
         return ReplicaSnapshot(
             replica_id=self._identity.replica_id,
-            version=self._told.version,
+            version=self._version,
             phase=self._phase,
             info=self._info,
             pool=self._identity.pool,

@@ -37,10 +37,10 @@ def no_leaks() -> Iterator[None]:
     yield
     deadline = time.monotonic() + SETTLE_S
     while True:
-        gc.collect()
         left, open_now = _threads() - threads, _descriptors()
         if not left and len(open_now) <= descriptors:
             return
+        gc.collect()
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: threads {left}; {len(open_now) - descriptors} more of {open_now}")
         time.sleep(0.02)

@@ -43,6 +43,8 @@ class ChannelError(Exception):
 
 Key = tuple[str, int]  # session id, epoch
 TOMBSTONES = 4096
+OFFER_GRACE_S = 10.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Channel:
         self._writing: dict[Key, _Writing] = {}
         self._early_tokens: OrderedDict[Key, int] = OrderedDict()
         self._gone: OrderedDict[Key, str] = OrderedDict()
-        self._agents: dict[bytes, str] = {}
+        self._agents: dict[bytes, tuple[str, KVLayout]] = {}
         self._in_flight: deque[tuple[Key, Any, Write, float]] = deque()
         self._results, self._lock, self._news = Results(), threading.Lock(), threading.Event()
         self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -133,6 +135,10 @@ class Channel:
     def cancel(self, key: Key, reason: str) -> None:
         """Decode: the request is over; its result comes once the peer writes no more."""
         self._do(lambda: self._cancel(key, reason))
+
+    def withdraw(self, key: Key, endpoint: str, reason: str) -> None:
+        """Decode: the request ended before its blocks were offered; prefill need not wait for an offer."""
+        self._do(lambda: self._withdraw(key, endpoint, reason))
 
     def begin_step(self, chunks: list[Chunk]) -> None:
         """Prefill: this step computes these chunks."""
@@ -217,8 +223,17 @@ class Channel:
             self._news.set()
             raise
         finally:
-            self._endpoint.close()
+            self._finish_writes()
+            self._endpoint.close()  # from here on peers know that we write no more
             self._plane.close()
+
+    def _finish_writes(self) -> None:
+        """See out what is in flight: closing the connection tells decode that its blocks are its own again."""
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._in_flight and time.monotonic() < deadline:
+            self._progress()
+        if self._in_flight:
+            logger.error("%d writes did not end; the process must", len(self._in_flight))
 
     def _loop(self) -> None:
         while not self._closing:
@@ -301,13 +316,21 @@ class Channel:
     ) -> None:
         machine = Receiver(needs_token=needs_token)
         self._receiving[key] = _Receiving(request_id, endpoint, time.monotonic() + self._timeout_s, machine)
-        if self._endpoint.connect(endpoint):
-            hello = control.Hello(self._plane.name, self._plane.metadata(), self._layout)
-            self._endpoint.send(endpoint, hello)
+        self._reach(endpoint)
         self._endpoint.send(endpoint, control.Offer(*key, first_block, blocks, self._timeout_s))
         self._trace("offered", session=key[0], blocks=len(blocks))
         if (token := self._early_tokens.pop(key, None)) is not None:
             machine.first_token(token)
+
+    def _reach(self, endpoint: str) -> None:
+        """Introduce ourselves to a peer that we have no connection to."""
+        if self._endpoint.connect(endpoint):
+            hello = control.Hello(self._plane.name, self._plane.metadata(), self._layout)
+            self._endpoint.send(endpoint, hello)
+
+    def _withdraw(self, key: Key, endpoint: str, reason: str) -> None:
+        self._reach(endpoint)
+        self._endpoint.send(endpoint, control.Cancel(*key, reason))
 
     def _cancel(self, key: Key, reason: str) -> None:
         self._received(key, self._machine(key, lambda m: m.cancel(reason)))
@@ -363,7 +386,7 @@ class Channel:
         if reason is not None:
             self._endpoint.send(sender, control.Refused(reason))
             return
-        self._agents[sender] = hello.agent
+        self._agents[sender] = (hello.agent, hello.layout)
         self._endpoint.send(sender, control.Welcome())
 
     def _writer(self, key: Key) -> _Writing:
@@ -381,8 +404,12 @@ class Channel:
         if key in self._gone:
             self._endpoint.send(sender, control.Failed(*key, self._gone[key]))
             return
+        agent, layout = self._agents[sender]
+        if offer.first_block < 0 or not all(0 <= block < layout.num_blocks for block in offer.blocks):
+            self._endpoint.send(sender, control.Failed(*key, "an offer of blocks that the peer does not have"))
+            return
         writing = self._writer(key)
-        writing.peer, writing.agent = sender, self._agents[sender]
+        writing.peer, writing.agent = sender, agent
         writing.deadline = time.monotonic() + min(offer.timeout_s, self._timeout_s)
         self._write(key, writing.machine.offered(offer.first_block, offer.blocks))
 
@@ -408,6 +435,8 @@ class Channel:
     def _ended(self, key: Key, request_id: str, ok: bool) -> None:
         writing = self._writer(key)
         writing.request_id = request_id
+        if writing.peer is None:  # decode had the whole prefill's time to offer its blocks
+            writing.deadline = min(writing.deadline, time.monotonic() + OFFER_GRACE_S)
         self._write(key, writing.machine.ended(ok))
 
     def _write(self, key: Key, effects: list[WriterEffect]) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+ABORTED = "the request was aborted"
 PREEMPTION_WAIT_S = 30.0
 REST_S = 0.01  # also the longest that a new request waits for an engine which only waits for handoffs
 
@@ -67,10 +68,11 @@ class StepMetadata(KVConnectorMetadata):
     ended: list[tuple[Key, str, bool]] = field(default_factory=list)
     offers: list[Offering] = field(default_factory=list)
     cancels: list[tuple[Key, str]] = field(default_factory=list)
+    withdrawals: list[tuple[Key, list[str]]] = field(default_factory=list)
     preempted: list[Key] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any((self.chunks, self.ended, self.offers, self.cancels, self.preempted))
+        return any((self.chunks, self.ended, self.offers, self.cancels, self.withdrawals, self.preempted))
 
 
 @dataclass(slots=True)
@@ -113,6 +115,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._pending = StepMetadata()
             self._prefills: dict[str, Request] = {}
             self._awaiting: dict[str, Request] = {}
+            self._offered: set[str] = set()
         else:
             self._channel: Channel | None = None
             self._layers: dict[str, int] = {}
@@ -122,8 +125,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         part = _part(request)
-        if part is None or part.role != "decode" or request.num_output_tokens:
-            return 0, False
+        if part is None or part.role != "decode" or request.request_id in self._offered:
+            return 0, False  # a request that was preempted after its handoff is recomputed here
         missing = request.num_prompt_tokens - num_computed_tokens
         return (missing, True) if missing > 0 else (0, False)
 
@@ -140,6 +143,7 @@ class BatonConnector(KVConnectorBase_V1):
             offering = Offering(part.key, request.request_id, part.peers, first, offered)
             self._pending.offers.append(offering)
             self._awaiting[request.request_id] = request
+            self._offered.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         metadata, self._pending = self._pending, StepMetadata()
@@ -184,8 +188,11 @@ class BatonConnector(KVConnectorBase_V1):
                 self._tokens.send(part.peers[0], token)
             self._pending.ended.append((part.key, request.request_id, done))
             return True, None
-        if self._awaiting.pop(request.request_id, None) is not None:
-            self._pending.cancels.append((part.key, "the request was aborted"))
+        if request.request_id not in self._offered:
+            self._pending.withdrawals.append((part.key, part.peers))
+        elif self._awaiting.pop(request.request_id, None) is not None:
+            self._pending.cancels.append((part.key, ABORTED))
+        self._offered.discard(request.request_id)
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -238,6 +245,8 @@ class BatonConnector(KVConnectorBase_V1):
             )
         for key, reason in connector_metadata.cancels:
             self.channel.cancel(key, reason)
+        for key, peers in connector_metadata.withdrawals:
+            self.channel.withdraw(key, peers[rank], ABORTED)
         for key, request_id, ok in connector_metadata.ended:
             self.channel.ended(key, request_id, ok)
         self.channel.begin_step(connector_metadata.chunks)

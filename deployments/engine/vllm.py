@@ -62,9 +62,10 @@ class VllmEngine:
     async def start(self) -> EngineInfo:
         loop = asyncio.get_running_loop()
         try:
-            client = self._client = await loop.run_in_executor(None, self._launch)
-        except (RuntimeError, ValueError, TimeoutError) as error:
+            client = await loop.run_in_executor(None, self._launch)
+        except (RuntimeError, TypeError, ValueError, TimeoutError) as error:
             raise EngineError(f"the engine did not start: {error}") from error
+        self._client = client
         vllm_config = client.vllm_config
         self._total_blocks = int(vllm_config.cache_config.num_gpu_blocks or 0)
         endpoints = await self._rpc("baton_endpoint")

@@ -22,9 +22,9 @@ ONE_ENGINE = (Mode.DECODE_LOCAL, Mode.PREFILL_LOCAL)
 class RequestTraits:
     """What of a request's parameters bears on splitting it.
 
-    `seeded_sampling`: a seed and a temperature above zero. `output_penalties`: presence, frequency or
-    repetition. `stateful_logits`: logits processors with state, thinking budgets, minimum lengths,
-    watermarks.
+    `seeded_sampling`: a seed and a temperature above zero. `output_penalties`: presence or frequency.
+    `stateful_logits`: thinking budgets, watermarks. What counts prompt and answer alike (repetition penalty), or
+    can be counted on (minimum length), is split.
     """
 
     max_tokens: int

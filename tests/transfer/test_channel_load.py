@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from transfer.channel import ChannelError
 from transfer.control import MAX_BYTES, FirstToken, Seal
 from transfer.plane import InProcessPlane, WriteState
 from transfer.token_sender import TokenSender
@@ -172,3 +173,14 @@ def test_300_random_handoffs_with_random_cancels(prefill: Any, decode: Any, seed
     prefill.wait_idle()
     decode.wait_idle()
     assert prefill.counter("bad_messages") == decode.counter("bad_messages") == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_death_of_the_thread_is_an_error_of_the_engine(prefill: Any) -> None:
+    prefill.channel.ended(("s", 1), "p", True)
+    prefill.channel.ended(("s", 1), "p", True)  # illegal
+    prefill.channel._thread.join(10)
+    with pytest.raises(ChannelError) as caught:
+        prefill.channel.take_results()
+    assert "ended twice" in str(caught.value.__cause__)
+    assert not prefill.channel.wait_quiet([("s", 1)], 0.01)

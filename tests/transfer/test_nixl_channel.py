@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Remote:
             assert self.process.wait(WAIT_S) == 0
 
     def collect(self) -> None:
-        """Leave no process, pipe or thread behind, whatever happened."""
+        """Kill it, and leave no process, pipe or thread behind."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.kill()
@@ -86,36 +86,31 @@ class Remote:
 
 
 @pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Remote]]:
-    """Start workers; what the tests leave of them must close in good order."""
-    started: list[Remote] = []
-
-    def begin(name: str, **options: Any) -> Remote:
-        started.append(Remote(name, **options))
-        return started[-1]
-
-    yield begin
+def workers() -> Iterator[dict[str, Remote]]:
+    """Three processes, started side by side; what the tests leave of them must close in good order."""
+    started = {name: Remote(name) for name in ("prefill", "decode", "victim")}
+    yield started
     try:
-        for remote in started:
+        for remote in started.values():
             remote.finish()
     finally:
-        for remote in started:
+        for remote in started.values():
             remote.collect()
 
 
-@pytest.fixture(scope="module")
-def prefill(start: Callable[..., Remote]) -> Remote:
-    return start("prefill")
+@pytest.fixture
+def prefill(workers: dict[str, Remote]) -> Remote:
+    return workers["prefill"]
 
 
-@pytest.fixture(scope="module")
-def decode(start: Callable[..., Remote]) -> Remote:
-    return start("decode")
+@pytest.fixture
+def decode(workers: dict[str, Remote]) -> Remote:
+    return workers["decode"]
 
 
-def kill(remote: Remote) -> None:
-    remote.process.kill()
-    remote.process.wait(WAIT_S)
+@pytest.fixture(autouse=True)
+def _no_leaks(workers: dict[str, Remote], no_leaks: None) -> None:
+    """The workers outlive the tests: look at leaks once they are there."""
 
 
 def test_bytes_arrive_coalesced_and_nowhere_else(prefill: Remote, decode: Remote) -> None:
@@ -158,38 +153,33 @@ def test_a_cancel_in_the_middle_frees_both_sides(prefill: Remote, decode: Remote
     prefill.wait_counter("open_writing", 0)
 
 
-def test_a_killed_prefill_is_noticed_and_its_blocks_are_free(start: Callable[..., Remote], decode: Remote) -> None:
-    victim = start("victim")
-    peer = victim.call("address")
-    for session in ("a", "b"):
-        decode.call("offer", session, peer, [1, 2] if session == "a" else [3, 4])
+def test_a_killed_process_fails_its_own_handoffs_only(
+    prefill: Remote, decode: Remote, workers: dict[str, Remote]
+) -> None:
+    victim, peer, blocks = workers["victim"], prefill.call("address"), list(range(20, 220))
+    before = prefill.call("counters")
+    for session in ("not begun", "begun"):  # its handoffs as a decode worker
+        victim.call("offer", session, peer, list(range(200)))
+    prefill.wait_counter("open_writing", 2)
+    prefill.call("save", "begun", 8, 800, blocks)
+    prefill.wait_counter("writes", before["writes"] + LAYERS)
+    for session, target in (("a", [1, 2]), ("b", [3, 4])):  # and as a prefill worker
+        decode.call("offer", session, victim.call("address"), target)
     victim.call("save", "a", 4, 8, [5, 6])
     victim.wait_counter("writes", LAYERS)
-    kill(victim)
+
+    victim.collect()
+
     for session in ("a", "b"):
         assert decode.wait("broken", session) == "the prefill replica was lost"
-
-
-@pytest.mark.parametrize("written", [0, 8], ids=["before the first write", "between writes"])
-def test_a_killed_decode_fails_its_writes_and_no_others(
-    start: Callable[..., Remote], prefill: Remote, decode: Remote, written: int
-) -> None:
-    doomed, name, peer = start("doomed"), f"doomed-{written}", prefill.call("address")
-    before, blocks = prefill.call("counters"), list(range(20, 220))
-    doomed.call("offer", name, peer, list(range(200)))
-    prefill.wait_counter("open_writing", 1)
-    if written:
-        prefill.call("save", name, written, 800, blocks)
-        prefill.wait_counter("writes", before["writes"] + LAYERS)
-    kill(doomed)
-    prefill.call("save", name, 800, 800, blocks)
-    prefill.call("ended", name, True)
-    assert prefill.wait("released", name)
-    assert prefill.call("counters")["handoffs_failed"] == before["handoffs_failed"] + 1
-    other = f"other-{written}"
+    for session in ("begun", "not begun"):
+        prefill.call("save", session, 800, 800, blocks)
+        prefill.call("ended", session, True)
+        assert prefill.wait("released", session)
+    assert prefill.call("counters")["handoffs_failed"] == before["handoffs_failed"] + 2
     prefill.call("fill", [7, 8], 3)
-    decode.call("offer", other, peer, [1, 2])
-    prefill.call("save", other, 8, 8, [7, 8])
-    prefill.call("ended", other, True)
-    assert decode.wait("received", other) is None
+    decode.call("offer", "other", peer, [1, 2])
+    prefill.call("save", "other", 8, 8, [7, 8])
+    prefill.call("ended", "other", True)
+    assert decode.wait("received", "other") is None
     assert decode.call("digest", [1, 2]) == prefill.call("digest", [7, 8])

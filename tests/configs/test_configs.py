@@ -1,0 +1,261 @@
+"""Every configuration that ships, what a wrong one is told, and the Serve application that comes of it."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from pydantic import ValidationError
+from ray.serve import Application
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
+
+from app.launch_config import LaunchError, load_config, model_of
+from app.main import NO_LIMIT, build
+from configs.schema import BatonConfig, Section
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+def arguments(path: Path) -> dict[str, Any]:
+    application: dict[str, Any] = yaml.safe_load(path.read_text())["applications"][0]
+    found: dict[str, Any] = application["args"]
+    return found
+
+
+def vllm_arguments() -> dict[str, Any]:
+    """A small valid configuration to spoil."""
+    return {
+        "model": {"max_model_len": 2048},
+        "prefill": {"engine": {"kind": "vllm"}},
+        "decode": {"main": {"engine": {"kind": "vllm"}}},
+    }
+
+
+def changed(place: str, value: Any) -> dict[str, Any]:
+    """The small configuration with one key, given by its dotted place, set."""
+    whole = vllm_arguments()
+    *parents, last = place.split(".")
+    at = whole
+    for name in parents:
+        at = at.setdefault(name, {})
+    at[last] = value
+    return whole
+
+
+def deployments(application: Application) -> dict[str, Any]:
+    """Every deployment of an application by name, those that it only hands to others included."""
+    found: dict[str, Any] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Application):
+            bound = value._bound_deployment
+            found[bound.name] = bound
+            visit([*bound.init_args, *bound.init_kwargs.values()])
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    visit(application)
+    return found
+
+
+# ---- the files
+
+
+def test_the_files_that_the_main_job_needs_are_there() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert names >= {"cpu", "cpu-1p1d", "gpu-1p1d", "gpu-heterogeneous", "multi-node", "mock"}
+
+
+@each_config
+def test_a_file_is_valid_and_complete(path: Path) -> None:
+    config = BatonConfig.model_validate(arguments(path))
+    effective = load_config(path, 8123)
+    assert model_of(effective, path) == config
+    assert effective["http_options"]["port"] == 8123
+    (application,) = effective["applications"]
+    assert application["name"] == "baton"
+    assert application["import_path"] == "app.main:build"
+    assert effective["proxy_location"] in ("HeadOnly", "EveryNode")
+
+
+@each_config
+def test_a_configuration_survives_its_own_dump(path: Path) -> None:
+    """Replicas and ingresses get it as JSON."""
+    config = BatonConfig.model_validate(arguments(path))
+    assert BatonConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@each_config
+def test_workers_of_a_replica_get_their_gpus_and_match_their_peers(path: Path) -> None:
+    config = BatonConfig.model_validate(arguments(path))
+    sizes = {getattr(pool.engine, "tensor_parallel_size", 1) for pool in config.pools.values()}
+    assert len(sizes) == 1, "rank writes to rank"
+    for name, pool in config.pools.items():
+        if pool.resources.num_gpus:
+            assert pool.resources.num_gpus == sizes.copy().pop(), name
+
+
+def test_the_default_has_one_prefill_pool_and_two_unlike_decode_pools() -> None:
+    config = BatonConfig.model_validate(arguments(next(path for path in CONFIGS if path.stem == "cpu")))
+    assert set(config.pools) == {"prefill", "decode-small", "decode-large"}
+    small, large = (getattr(config.decode[name].engine, "kv_cache_memory_bytes", 0) for name in ("small", "large"))
+    assert large >= 4 * small > 0
+
+
+# ---- what a wrong one is told
+
+WRONG = [
+    # a wrong key, at every depth
+    ("modle", {}, "modle"),
+    ("model.maxlen", 5, "model.maxlen"),
+    ("prefill.replica", 2, "prefill.replica"),
+    ("prefill.resources.gpus", 1, "prefill.resources.gpus"),
+    ("prefill.engine.batch", 1, "prefill.engine.vllm.batch"),
+    ("decode.main.engine.batch", 1, "decode.main.engine.vllm.batch"),
+    ("channel.timeout", 1, "channel.timeout"),
+    ("placement.policy", "x", "placement.policy"),
+    ("ingress.port", 80, "ingress.port"),
+    # a wrong value
+    ("model.max_model_len", 0, "model.max_model_len"),
+    ("model.dtype", "int4", "model.dtype"),
+    ("model.name", "", "model.name"),
+    ("prefill.replicas", "two", "prefill.replicas"),
+    ("prefill.engine.kind", "sglang", "prefill.engine"),
+    ("prefill.engine.max_num_seqs", 0, "prefill.engine.vllm.max_num_seqs"),
+    ("decode.main.engine.gpu_memory_utilization", 1.5, "decode.main.engine.vllm.gpu_memory_utilization"),
+    ("decode", {}, "decode"),
+    ("channel.kind", "carrier-pigeon", "channel.kind"),
+    ("channel.handoff_timeout_s", 0, "channel.handoff_timeout_s"),
+    ("placement.queue_timeout_s", -1, "placement.queue_timeout_s"),
+    ("ingress.replicas", 0, "ingress.replicas"),
+    # values that do not go together
+    ("prefill", {"replicas": 1, "autoscaling": {"max_replicas": 2}}, "`replicas` or `autoscaling`"),
+    ("decode.main.engine", {"kind": "mock"}, "engine.kind must be the same"),
+    ("decode.main.engine.block_size", 64, "engine.block_size must be the same"),
+    ("decode.main.engine.max_model_len", 4096, "decode-main: engine.max_model_len 4096"),
+    ("decode.a b", {"engine": {"kind": "vllm"}}, "'a b'"),
+    *(
+        (f"prefill.engine.engine_args.{name}", "x", f"prefill: engine.engine_args may not set ['{name}']")
+        for name in ("block_size", "dtype", "kv_transfer_config", "max_model_len", "model", "worker_extension_cls")
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "named"), WRONG, ids=[f"{place}={value}" for place, value, _ in WRONG])
+def test_what_is_wrong_is_named(place: str, value: Any, named: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        BatonConfig.model_validate(changed(place, value))
+    assert named in str(caught.value)
+
+
+def test_a_block_size_is_a_power_of_two_in_every_pool() -> None:
+    spoilt = vllm_arguments()
+    for pool in (spoilt["prefill"], spoilt["decode"]["main"]):
+        pool["engine"]["block_size"] = 48
+    with pytest.raises(ValidationError, match=r"prefill: engine\.block_size must be a power of two, not 48"):
+        BatonConfig.model_validate(spoilt)
+
+
+@pytest.mark.parametrize("missing", ["prefill", "decode"])
+def test_a_pool_is_needed(missing: str) -> None:
+    spoilt = vllm_arguments()
+    del spoilt[missing]
+    with pytest.raises(ValidationError, match=missing):
+        BatonConfig.model_validate(spoilt)
+
+
+def test_the_base_to_spoil_is_valid() -> None:
+    assert set(BatonConfig.model_validate(vllm_arguments()).pools) == {"prefill", "decode-main"}
+
+
+def test_sections_are_frozen_and_closed() -> None:
+    for section in Section.__subclasses__():
+        assert section.model_config["frozen"]
+        assert section.model_config["extra"] == "forbid"
+
+
+@each_config
+def test_the_launcher_names_a_wrong_key_and_the_file(path: Path, tmp_path: Path) -> None:
+    spoilt = yaml.safe_load(path.read_text())
+    spoilt["applications"][0]["args"]["prefill"]["enginee"] = {}
+    file = tmp_path / path.name
+    file.write_text(yaml.safe_dump(spoilt))
+    with pytest.raises(LaunchError) as caught:
+        load_config(file, None)
+    assert "prefill.enginee" in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+# ---- the application
+
+
+def test_the_builder_is_annotated_with_the_class_itself() -> None:
+    """Serve validates `args` only by a class: an annotation that is a string is skipped in silence."""
+    (parameter,) = inspect.signature(build).parameters.values()
+    assert parameter.annotation is BatonConfig
+    assert typing.get_type_hints(build) == {"config": BatonConfig, "return": Application}
+
+
+def test_serve_refuses_wrong_arguments_by_name() -> None:
+    """As `serve run` and `serve deploy` do it."""
+    with pytest.raises(ValidationError, match=r"decode\.main\.engine\.vllm\.batch"):
+        call_builder(build, changed("decode.main.engine.batch", 1))
+
+
+@each_config
+def test_the_graph(path: Path) -> None:
+    config = BatonConfig.model_validate(arguments(path))
+    ray_runs = ray.is_initialized()
+    application = call_builder(build, arguments(path))
+    found = deployments(application)
+    assert ray.is_initialized() == ray_runs, "building starts nothing"
+    assert application._bound_deployment.name == "ingress"
+    assert set(found) == {"ingress", "session-manager", "prefill", *(f"decode-{name}" for name in config.decode)}
+    assert found["session-manager"].num_replicas == 1, "the ledger has one owner"
+    assert found["ingress"].num_replicas == config.ingress.replicas
+
+
+@each_config
+def test_each_pool_takes_what_its_section_says(path: Path) -> None:
+    config = BatonConfig.model_validate(arguments(path))
+    found = deployments(build(config))
+    for name, pool in config.pools.items():
+        options, resources = found[name].ray_actor_options, pool.resources
+        assert options["num_cpus"] == resources.num_cpus
+        assert options["num_gpus"] == resources.num_gpus
+        assert options["resources"] == resources.custom
+        assert options.get("accelerator_type") == resources.accelerator_type
+        assert options["runtime_env"]["env_vars"].items() >= pool.env.items()
+        assert found[name].max_ongoing_requests == NO_LIMIT, "admission limits sessions, and nothing else does"
+        scaling = found[name]._deployment_config.autoscaling_config
+        if pool.autoscaling is None:
+            assert scaling is None
+            assert found[name].num_replicas == (pool.replicas or 1)
+        else:
+            assert {key: getattr(scaling, key) for key in pool.autoscaling} == pool.autoscaling
+
+
+def test_pools_of_one_application_may_be_unlike() -> None:
+    whole = vllm_arguments()
+    whole["decode"]["big"] = {
+        "autoscaling": {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 7},
+        "resources": {"num_gpus": 2, "accelerator_type": "H100", "custom": {"rack": 1}},
+        "engine": {"kind": "vllm", "tensor_parallel_size": 2},
+        "env": {"OMP_NUM_THREADS": "3"},
+    }
+    big = deployments(build(BatonConfig.model_validate(whole)))["decode-big"]
+    assert big.ray_actor_options["accelerator_type"] == "H100"
+    assert big.ray_actor_options["num_gpus"] == 2
+    assert big.ray_actor_options["resources"] == {"rack": 1}
+    assert big.ray_actor_options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "3", "the pool's own wins"
+    scaling = big._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)

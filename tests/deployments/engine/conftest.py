@@ -1,0 +1,247 @@
+"""A prefill and a decode engine, and requests for them.
+
+The contract is the same for the double and for the real engine: `FACTORIES` names how each pair is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from configs.schema import MockEngineConfig
+from deployments.engine.mock import MockEngine
+from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Step
+from deployments.messages import Role
+
+WAIT_S = 30.0
+Encode = Callable[[str, Sequence[int], dict[str, Any]], tuple[bytes, ...]]
+Outputs = Callable[[list[bytes]], list[tuple[str, list[int], int | None]]]
+
+
+@dataclass
+class Answer:
+    """What one engine gave for one request. `reason`: vLLM's code of why it ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: int | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Running:
+    """A started engine, its steps taken by one task, as a replica does."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, encode: Encode, decode_outputs: Outputs) -> None:
+        self.engine, self.info = engine, info
+        self._encode, self._decode_outputs = encode, decode_outputs
+        self.answers: dict[str, Answer] = {}
+        self.load = EngineLoad()
+        self.most_running = 0
+        self.steps: list[Step] = []
+        self._nudges = 0
+        self._stepped = asyncio.Event()
+        self._pump = asyncio.create_task(self._take_steps())
+
+    async def _take_steps(self) -> None:
+        while True:
+            try:
+                step = await self.engine.step()
+            except EngineError:
+                return
+            self.load = step.load
+            self.most_running = max(self.most_running, step.load.running)
+            self.steps.append(step)
+            self._stepped.set()
+            if step.outputs:
+                frames = self.engine.encode([output.payload for output in step.outputs])
+                decoded = self._decode_outputs(frames)
+                assert [o.request_id for o in step.outputs] == [request_id for request_id, *_ in decoded]
+                for output, (request_id, tokens, reason) in zip(step.outputs, decoded, strict=True):
+                    assert output.new_tokens == len(tokens)
+                    assert output.finished == (reason is not None)
+                    self._note(request_id, tokens, reason)
+
+    def _note(self, request_id: str, tokens: list[int], reason: int | None) -> None:
+        answer = self.answers[request_id]
+        assert answer.reason is None, "an output after the last"
+        answer.tokens += tokens
+        answer.reason = reason
+        answer.grew.set()
+        if reason is not None:
+            answer.done.set()
+
+    async def send(self, request_id: str, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Add a request; its answer grows as outputs come."""
+        answer = self.answers[request_id] = Answer()
+        await self.engine.add(self._encode(request_id, prompt, sampling))
+        return answer
+
+    async def generate(self, request_id: str, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Add a request and wait for its end."""
+        answer = await self.send(request_id, prompt, **sampling)
+        await asyncio.wait_for(answer.done.wait(), WAIT_S)
+        return answer
+
+    async def until(self, condition: Callable[[EngineLoad], bool]) -> None:
+        """Wait for a step whose load satisfies a condition."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self.load):
+                self._stepped.clear()
+                await self._stepped.wait()
+
+    async def until_counter(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        async with asyncio.timeout(WAIT_S):
+            while not condition(counters := await self.engine.counters()):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.002)
+        return counters
+
+    async def settle(self) -> None:
+        """Wait until nothing runs, no handoff is open and no block is held.
+
+        An idle engine need not report that blocks came free: a short request of our own makes it step.
+        """
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                counters = await self.engine.counters()
+                if not counters["open_receiving"] and not counters["open_writing"]:
+                    self._nudges += 1
+                    await self.generate(f"nudge-{self._nudges}", [1, 2, 3], max_tokens=1)
+                    load = self.load
+                    if (load.used_blocks, load.running, load.waiting) == (0, 0, 0):
+                        return
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        await self.engine.shutdown()
+        await asyncio.wait_for(self._pump, WAIT_S)
+
+
+@dataclass
+class EnginePair:
+    """`block_bytes`: bytes of one KV block in all layers. `kill_prefill` ends the prefill engine at once."""
+
+    prefill: Running
+    decode: Running
+    block_bytes: int
+    kill_prefill: Callable[[], Awaitable[None]]
+    counts_tokens: bool = True
+    _sessions: int = 0
+    _random: random.Random = field(default_factory=lambda: random.Random(11))
+
+    @property
+    def block_size(self) -> int:
+        return self.decode.info.block_size
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A prompt that was not there before."""
+        return [self._random.randint(100, 40_000) for _ in range(tokens)]
+
+    def part(self, role: Role, session: str, epoch: int = 1) -> dict[str, Any]:
+        """The sampling parameters that give a request its part in a handoff."""
+        peer = self.decode if role is Role.PREFILL else self.prefill
+        baton = {"role": role.value, "session": session, "epoch": epoch, "peers": list(peer.info.endpoints)}
+        return {"extra_args": {"kv_transfer_params": {"baton": baton}}}
+
+    async def begin(self, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> tuple[str, Answer, Answer]:
+        """Start a disaggregated request, decode first: its session, and both engines' answers."""
+        self._sessions += 1
+        session = f"session-{self._sessions}"
+        rest = {**sampling, **self.part(Role.DECODE, session), "max_tokens": max_tokens - 1}
+        first = {**sampling, **self.part(Role.PREFILL, session), "max_tokens": 1}
+        decoded = await self.decode.send(session, prompt, **rest)
+        prefilled = await self.prefill.send(session, prompt, **first)
+        return session, prefilled, decoded
+
+    async def disaggregated(self, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> list[int]:
+        """The tokens of a disaggregated request."""
+        _, prefilled, decoded = await self.begin(prompt, max_tokens, **sampling)
+        await asyncio.wait_for(decoded.done.wait(), WAIT_S)
+        await asyncio.wait_for(prefilled.done.wait(), WAIT_S)
+        assert (prefilled.reason, decoded.reason) == (1, 1)
+        return prefilled.tokens + decoded.tokens
+
+
+def encode_plain(request_id: str, prompt: Sequence[int], sampling: dict[str, Any]) -> tuple[bytes, ...]:
+    """An EngineCoreRequest as vLLM encodes it; test_mock_wire.py proves that."""
+    sampling = {"ignore_eos": True, "temperature": 0.0, **sampling}
+    request = [request_id, list(prompt), None, sampling, None, 0.0, None, None, None]
+    return (msgspec.msgpack.encode(request),)
+
+
+def decode_plain(frames: list[bytes]) -> list[tuple[str, list[int], int | None]]:
+    """Request id, tokens and finish reason of every output in an EngineCoreOutputs message."""
+    outputs = msgspec.msgpack.decode(frames[0])[1]
+    return [(output[0], output[1], output[5] if len(output) > 5 else None) for output in outputs]
+
+
+MOCK = MockEngineConfig(
+    block_size=4, num_blocks=256, max_num_seqs=32, max_num_batched_tokens=16, num_layers=3, step_s=0.001
+)
+
+
+def mock_engine(role: Role, config: MockEngineConfig = MOCK, **options: Any) -> MockEngine:
+    settings = {
+        "replica_id": f"{role}-0",
+        "fingerprint": "mock",
+        "secret": "a secret of the tests",
+        "host": "127.0.0.1",
+        "handoff_timeout_s": 20.0,
+        "max_model_len": 512,
+    }
+    return MockEngine(config, role=role, **{**settings, **options})
+
+
+async def start_plain(engine: MockEngine) -> Running:
+    return Running(engine, await engine.start(), encode_plain, decode_plain)
+
+
+@contextlib.asynccontextmanager
+async def mock_pair(config: MockEngineConfig = MOCK, **options: Any) -> AsyncIterator[EnginePair]:
+    prefill = await start_plain(mock_engine(Role.PREFILL, config, **options))
+    decode = await start_plain(mock_engine(Role.DECODE, _for_decode(config), **options))
+    block_bytes = config.num_layers * config.block_size * 8
+    try:
+        yield EnginePair(prefill, decode, block_bytes, prefill.engine.shutdown)
+    finally:
+        await decode.close()
+        await prefill.close()
+
+
+def _for_decode(config: MockEngineConfig) -> MockEngineConfig:
+    """Decode has another number of blocks, as pools may differ in memory."""
+    return config.model_copy(update={"num_blocks": config.num_blocks + 16})
+
+
+Factory = Callable[[], contextlib.AbstractAsyncContextManager[EnginePair]]
+FACTORIES: dict[str, Factory] = {"mock": mock_pair}
+
+
+@pytest.fixture
+def make_mock() -> Callable[..., MockEngine]:
+    """`make_mock(role, config, **options)`: an engine that is not started."""
+    return mock_engine
+
+
+@pytest.fixture
+def make_pair() -> Callable[..., contextlib.AbstractAsyncContextManager[EnginePair]]:
+    """`make_pair(config, **options)`: a pair of mock engines other than the contract's."""
+    return mock_pair
+
+
+@pytest.fixture
+def start() -> Callable[[MockEngine], Awaitable[Running]]:
+    return start_plain
+
+
+@pytest.fixture(params=[pytest.param("mock", id="mock")])
+async def engine_pair(request: pytest.FixtureRequest, no_leaks: None) -> AsyncIterator[EnginePair]:
+    """A started pair of every registered kind. The real one: `pytest.param("vllm", marks=pytest.mark.engine)`."""
+    async with FACTORIES[request.param]() as pair:
+        yield pair

@@ -1,0 +1,146 @@
+"""What every engine core does, the double and the real one alike: generate, batch, hand off, abort, fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deployments.messages import Role
+
+STOP, LENGTH, ERROR = 0, 1, 3
+
+
+async def test_a_request_ends_with_max_tokens(engine_pair: Any) -> None:
+    for engine in (engine_pair.prefill, engine_pair.decode):
+        answer = await engine.generate("local", engine_pair.prompt(21), max_tokens=9)
+        assert (len(answer.tokens), answer.reason) == (9, LENGTH)
+        await engine.settle()
+
+
+async def test_the_same_prompt_gives_the_same_tokens_on_either_engine(engine_pair: Any) -> None:
+    prompt = engine_pair.prompt(19)
+    answers = [
+        (await engine.generate(f"same-{attempt}", prompt, max_tokens=8)).tokens
+        for engine in (engine_pair.prefill, engine_pair.decode)
+        for attempt in range(2)
+    ]
+    assert all(tokens == answers[0] for tokens in answers)
+
+
+async def test_a_stop_token_ends_the_answer(engine_pair: Any) -> None:
+    prompt = engine_pair.prompt(10)
+    free = await engine_pair.decode.generate("free", prompt, max_tokens=8)
+    stop = free.tokens[4]
+    expected = free.tokens[: free.tokens.index(stop) + 1]
+    stopped = await engine_pair.decode.generate("stopped", prompt, max_tokens=8, stop_token_ids=[stop])
+    assert (stopped.tokens, stopped.reason) == (expected, STOP)
+
+
+async def test_two_requests_share_steps(engine_pair: Any) -> None:
+    engine = engine_pair.decode
+    answers = [await engine.send(f"r{n}", engine_pair.prompt(9 + n), max_tokens=30) for n in range(2)]
+    await asyncio.wait_for(asyncio.gather(*(answer.done.wait() for answer in answers)), 30)
+    assert [len(answer.tokens) for answer in answers] == [30, 30]
+    assert any(len(step.outputs) == 2 for step in engine.steps)
+
+
+@pytest.mark.parametrize(("blocks", "extra"), [(0, 1), (1, -1), (1, 0), (1, 1), (5, 3)])
+async def test_disaggregated_is_token_identical_to_local(engine_pair: Any, blocks: int, extra: int) -> None:
+    prompt = engine_pair.prompt(blocks * engine_pair.block_size + extra)
+    split = await engine_pair.disaggregated(prompt, 12)
+    local = await engine_pair.decode.generate("local", prompt, max_tokens=12)
+    assert split == local.tokens
+    await engine_pair.prefill.settle()
+    await engine_pair.decode.settle()
+
+
+async def test_a_repeated_prompt_is_answered_alike(engine_pair: Any) -> None:
+    prompt = engine_pair.prompt(3 * engine_pair.block_size + 1)
+    answers = [await engine_pair.disaggregated(prompt, 6) for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+
+
+async def test_identical_prompts_at_one_moment_and_16_at_once(engine_pair: Any) -> None:
+    size = engine_pair.block_size
+    prompts = [engine_pair.prompt(1 + (n * 7) % (5 * size)) for n in range(14)]
+    prompts += [prompts[13], prompts[13]]
+    split = await asyncio.gather(*(engine_pair.disaggregated(prompt, 10) for prompt in prompts))
+    for number, (prompt, tokens) in enumerate(zip(prompts, split, strict=True)):
+        local = await engine_pair.prefill.generate(f"local-{number}", prompt, max_tokens=10)
+        assert tokens == local.tokens
+    await engine_pair.prefill.settle()
+    await engine_pair.decode.settle()
+
+
+async def test_the_counters_say_what_moved(engine_pair: Any) -> None:
+    before = [await engine.engine.counters() for engine in (engine_pair.prefill, engine_pair.decode)]
+    tokens = 3 * engine_pair.block_size + 1
+    await engine_pair.disaggregated(engine_pair.prompt(tokens), 5)
+    landed = before[0]["handoffs_landed"] + 1
+    sent = await engine_pair.prefill.until_counter(lambda c: c["handoffs_landed"] == landed)
+    got = await engine_pair.decode.engine.counters()
+    assert sent["bytes_written"] - before[0]["bytes_written"] == 4 * engine_pair.block_bytes
+    assert got["handoffs_received"] - before[1]["handoffs_received"] == 1
+    if engine_pair.counts_tokens:
+        assert sent["computed_tokens"] - before[0]["computed_tokens"] == tokens
+        assert got["computed_tokens"] == before[1]["computed_tokens"], "decode computed the prompt again"
+        assert got["loaded_tokens"] - before[1]["loaded_tokens"] == tokens
+
+
+async def test_an_unknown_id_is_not_aborted(engine_pair: Any) -> None:
+    await engine_pair.decode.engine.abort(["nobody"])
+    answer = await engine_pair.decode.generate("after", engine_pair.prompt(5), max_tokens=2)
+    assert answer.reason == LENGTH
+
+
+async def test_aborting_a_decode_that_waits_for_a_prefill_that_never_comes(engine_pair: Any) -> None:
+    decode = engine_pair.decode
+    part = engine_pair.part(Role.DECODE, "lonely")
+    answer = await decode.send("lonely", engine_pair.prompt(20), max_tokens=4, **part)
+    await engine_pair.prefill.until_counter(lambda c: c["open_writing"] == 1)
+    await decode.engine.abort(["lonely"])
+    await decode.settle()
+    await engine_pair.prefill.settle()
+    assert not answer.tokens
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+async def test_aborting_during_the_handoff(engine_pair: Any, side: str) -> None:
+    session, _, decoded = await engine_pair.begin(engine_pair.prompt(15 * engine_pair.block_size), 40)
+    await engine_pair.prefill.until_counter(lambda c: c["writes"] > 0)
+    if side != "decode":
+        await engine_pair.prefill.engine.abort([session])
+    if side != "prefill":
+        await engine_pair.decode.engine.abort([session])
+    else:
+        await asyncio.wait_for(decoded.done.wait(), 30)
+        assert decoded.reason in (ERROR, LENGTH)  # LENGTH: the prefill was over before the abort
+    await engine_pair.prefill.settle()
+    await engine_pair.decode.settle()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_aborting_while_decode_generates(engine_pair: Any, side: str) -> None:
+    session, prefilled, decoded = await engine_pair.begin(engine_pair.prompt(20), 150)
+    await asyncio.wait_for(decoded.grew.wait(), 30)
+    await getattr(engine_pair, side).engine.abort([session])
+    if side == "prefill":  # over there: decode does not notice
+        await asyncio.wait_for(decoded.done.wait(), 60)
+        assert decoded.reason == LENGTH
+    await engine_pair.prefill.settle()
+    await engine_pair.decode.settle()
+    assert prefilled.reason == LENGTH
+
+
+async def test_a_prefill_engine_that_dies_breaks_the_handoff(engine_pair: Any) -> None:
+    _, _, decoded = await engine_pair.begin(engine_pair.prompt(15 * engine_pair.block_size), 5)
+    await engine_pair.prefill.until_counter(lambda c: c["writes"] > 0)
+    await engine_pair.kill_prefill()
+    await asyncio.wait_for(decoded.done.wait(), 30)
+    assert decoded.reason == ERROR
+    assert not decoded.tokens
+    await engine_pair.decode.settle()
+    after = await engine_pair.decode.generate("after", engine_pair.prompt(5), max_tokens=2)
+    assert after.reason == LENGTH

@@ -1,0 +1,128 @@
+"""A whole Baton for tests, started as a user starts it, on ports of its own, and stopped to its last process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Cluster:
+    """A running application. `trace_dir`: where its workers write their timelines."""
+
+    url: str
+    dashboard_url: str
+    trace_dir: Path
+    process: subprocess.Popen[str]
+    log: Path
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{self.url}/baton/status", timeout=10).json()
+        return answer
+
+    def settled(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """The status once nothing is open and every replica has counted its last session."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            first = self.status()
+            time.sleep(1.2)  # replicas count within a heartbeat of falling idle
+            second = self.status()
+            if not second["sessions"]["open"] and _counters(first) == _counters(second):
+                return second
+        raise AssertionError(f"the cluster did not settle: {self.status()}")
+
+    def used_blocks(self) -> int:
+        return sum(replica["used_blocks"] for replica in self.status()["replicas"].values())
+
+
+def _counters(status: dict[str, Any]) -> dict[str, Any]:
+    return {name: replica["counters"] for name, replica in status["replicas"].items()}
+
+
+def total(status: dict[str, Any], role: str, counter: str, pool: str | None = None) -> float:
+    """A counter summed over a role's replicas, or over one pool's."""
+    replicas = status["replicas"].values()
+    chosen = [r for r in replicas if r["role"] == role and pool in (None, r["pool"])]
+    return float(sum(replica["counters"].get(counter, 0) for replica in chosen))
+
+
+def start(config: str, directory: Path) -> Cluster:
+    """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready."""
+    serve = yaml.safe_load((ROOT / "configs" / config).read_text())
+    arguments = serve["applications"][0]["args"]
+    trace_dir = directory / "trace"
+    arguments.setdefault("channel", {})["trace_dir"] = str(trace_dir)
+    path = directory / config
+    path.write_text(yaml.safe_dump(serve))
+    port, dashboard = free_port(), free_port()
+    command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
+    command += ["--ray-port", str(free_port()), "--dashboard-port", str(dashboard)]
+    log = directory / "launch.log"
+    with log.open("w") as output:
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    cluster = Cluster(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", trace_dir, process, log)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while "Ready in" not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            stop(cluster)
+            raise AssertionError(f"the application did not start:\n{log.read_text()[-4000:]}")
+        time.sleep(0.5)
+    return cluster
+
+
+def stop(cluster: Cluster) -> list[str]:
+    """Ctrl-C, as a user would; what is left of its processes afterwards."""
+    session = cluster.process.pid
+    if cluster.process.poll() is None:
+        cluster.process.send_signal(signal.SIGINT)
+        try:
+            cluster.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            cluster.process.kill()
+            cluster.process.wait(10)
+    return _descended_from(session)
+
+
+def _descended_from(pid: int) -> list[str]:
+    """Command lines of live processes whose environment names the launcher's own run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not re.fullmatch(r"\d+", entry.name):
+            continue
+        try:
+            status = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(status[3]) == pid and status[0] not in "ZX":
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,63 @@
+"""One real cluster for the whole test session, and what a plain engine says to the same prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deployments.engine.build import environment
+from deployments.model import DEFAULT_CACHE_DIR, resolve
+from tests.e2e import cluster as clusters
+from tests.e2e.cluster import ROOT, Cluster
+
+LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 500, 1000, 1800)
+ANSWER_TOKENS = 12
+CROWD = 16
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Token ids that no other seed's prompt begins with."""
+    generator = random.Random(seed)
+    return [generator.randrange(100, 40_000) for _ in range(tokens)]
+
+
+def questions() -> dict[str, tuple[list[int], int]]:
+    """Every prompt whose answer the tests compare with the plain engine's."""
+    lengths = {f"length-{n}": (prompt(n, n), ANSWER_TOKENS) for n in LENGTHS}
+    crowd = {f"crowd-{i}": (prompt(10_000 + i, 20 + 13 * i), ANSWER_TOKENS) for i in range(CROWD)}
+    return lengths | crowd
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """The plain engine's answers, by question. Its process has ended when this returns."""
+    directory = tmp_path_factory.mktemp("reference")
+    asked, told = directory / "questions.json", directory / "answers.json"
+    asked.write_text(json.dumps(questions()))
+    model = str(resolve("bundled:smollm2-135m-instruct", DEFAULT_CACHE_DIR))
+    command = [sys.executable, str(Path(__file__).parent / "reference.py"), model, str(asked), str(told)]
+    from tests.e2e.settings import cpu_config
+
+    variables = os.environ | environment(cpu_config(), "prefill")
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers: dict[str, list[int]] = json.loads(told.read_text())
+    return answers
+
+
+@pytest.fixture(scope="session")
+def baton(reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """configs/cpu.yaml, running."""
+    cluster = clusters.start("cpu.yaml", tmp_path_factory.mktemp("baton"))
+    try:
+        yield cluster
+    finally:
+        left = clusters.stop(cluster)
+    assert not left, f"processes outlived the application: {left}"

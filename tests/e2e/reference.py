@@ -1,0 +1,36 @@
+"""One plain vLLM engine, without Baton: reads {"name": [prompt token ids, max tokens]}, writes {"name": token ids}.
+
+Run as a process of its own, so that it is gone before the cluster starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(model: str, questions: Path, answers: Path) -> None:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=2048,
+        block_size=128,
+        enforce_eager=True,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=805306368,
+        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    )
+    asked = json.loads(questions.read_text())
+    told = {}
+    for name, (prompt, max_tokens) in asked.items():
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+        told[name] = list(output.outputs[0].token_ids)
+    answers.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

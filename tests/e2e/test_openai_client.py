@@ -1,0 +1,115 @@
+"""The official `openai` client against the real cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+
+from tests.e2e.client import MODEL
+from tests.e2e.cluster import Cluster
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+PARIS = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+@pytest.fixture
+async def client(baton: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{baton.url}/v1", api_key="none", timeout=240, max_retries=0) as made:
+        yield made
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def test_completion_with_logprobs_and_echo(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=5, temperature=0, logprobs=2
+    )
+    assert "Paris" in answer.choices[0].text
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == 5
+    echoed = await client.completions.create(model=MODEL, prompt="One two", max_tokens=3, temperature=0, echo=True)
+    assert echoed.choices[0].text.startswith("One two")
+
+
+async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=PARIS, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Paris" in text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 1
+
+
+async def test_streamed_and_whole_answers_agree(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(model=MODEL, messages=PARIS, max_tokens=24, temperature=0)
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=PARIS, max_tokens=24, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+async def test_n_stop_and_batch(client: openai.AsyncOpenAI) -> None:
+    many = await client.chat.completions.create(model=MODEL, messages=PARIS, max_tokens=8, n=3, temperature=0.7)
+    assert [choice.index for choice in many.choices] == [0, 1, 2]
+    stopped = await client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=20, temperature=0, stop=["Paris"]
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "Paris" not in stopped.choices[0].text
+    batch = await client.completions.create(model=MODEL, prompt=["A", "B", "C"], max_tokens=3, temperature=0)
+    assert len(batch.choices) == 3
+
+
+async def test_a_json_schema_is_obeyed(client: openai.AsyncOpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    raw = await client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=PARIS, max_tokens=40, temperature=0, response_format=schema
+    )
+    assert raw.headers["x-baton-rule"] == "structured_output"
+    content = raw.parse().choices[0].message.content
+    assert isinstance(json.loads(content or "")["city"], str)
+
+
+async def test_a_named_tool_is_called(client: openai.AsyncOpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": CITY}}
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        max_tokens=48,
+        temperature=0,
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert calls
+    assert calls[0].function.name == "weather"
+    assert "city" in json.loads(calls[0].function.arguments)
+
+
+async def test_errors_are_the_clients_own(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model=MODEL, prompt="word " * 4000)
+    assert "maximum context length" in str(caught.value)
+
+
+async def test_a_timeout_is_the_clients_own(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        await client.with_options(timeout=0.3).completions.create(
+            model=MODEL, prompt="Once", max_tokens=400, extra_body={"ignore_eos": True}
+        )

@@ -50,7 +50,8 @@ def cpus_needed(baton: BatonConfig) -> int:
     pools = baton.pools.values()
     sizes = [(pool.autoscaling or {}).get("max_replicas", pool.replicas or 1) for pool in pools]
     taken = sum(size * pool.resources.num_cpus for size, pool in zip(sizes, pools, strict=True))
-    return max(8, math.ceil(taken + baton.ingress.replicas * baton.ingress.num_cpus + 1))
+    ingress = baton.ingress.replicas * baton.ingress.num_cpus
+    return max(8, math.ceil(float(taken) + ingress + 1))
 
 
 def with_model(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from app.ingress import Ingress
 from configs.schema import BatonConfig, PoolConfig
@@ -53,6 +53,8 @@ def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]
     }
     if resources.accelerator_type is not None:
         actor["accelerator_type"] = resources.accelerator_type
+    if unknown := (pool.autoscaling or {}).keys() - AutoscalingConfig.model_fields.keys():
+        raise ValueError(f"{name}: Serve's autoscaling has no {sorted(unknown)}")
     size = {"autoscaling_config": pool.autoscaling} if pool.autoscaling else {"num_replicas": pool.replicas or 1}
     return {
         **size,

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -144,6 +143,9 @@ class ClusterCore(EngineCoreClient):
             self._apply(entry, session.failed(error))
         except SessionError as error:
             self._apply(entry, session.failed(error))
+        except Exception as error:
+            self._apply(entry, session.failed(_internal(error)))
+            raise
         finally:
             await asyncio.shield(self._own(self._close(entry), f"close-{session.session_id}"))
 
@@ -176,6 +178,13 @@ class ClusterCore(EngineCoreClient):
                 entry.calls.append(self._own(self._call(entry, placement, role, replica), f"{role}-call"))
 
     async def _call(self, entry: _Open, placement: Placement, role: Role, replica: ReplicaInfo) -> None:
+        try:
+            await self._run_part(entry, placement, role, replica)
+        except Exception as error:
+            self._apply(entry, entry.session.failed(_internal(error)))
+            raise
+
+    async def _run_part(self, entry: _Open, placement: Placement, role: Role, replica: ReplicaInfo) -> None:
         request = _part(entry.request, placement, role)
         task = SessionTask(
             session_id=placement.session_id,
@@ -228,7 +237,7 @@ class ClusterCore(EngineCoreClient):
             replica_id, frames = await self._receiver.receive()
             try:
                 outputs = self._decoder.decode(frames).outputs
-            except (msgspec.MsgspecError, IndexError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - it may be anything, and vLLM's hooks raise anything
                 logger.warning("dropped a message that is no engine output: %r", error)
                 continue
             for output in outputs:
@@ -300,6 +309,10 @@ def _delivered(output: EngineCoreOutput, finish: bool) -> EngineCoreOutput:
     if not finish:
         output.finish_reason = output.stop_reason = None
     return output
+
+
+def _internal(error: Exception) -> SessionError:
+    return SessionError(f"the session could not be carried out: {type(error).__name__}")
 
 
 def _refusal(reject: Reject) -> SessionError:

@@ -95,9 +95,14 @@ class Replica:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s of %s ended: %r", task.get_name(), self._identity.replica_id, error)
             self._error = error
-            for live in self._live.values():
-                if not live.done.done():
-                    live.done.set_exception(EngineError(f"the replica failed: {error}"))
+            self._phase = Phase.DRAINING  # Serve replaces us; until then nothing may be placed here
+            self._changed.set()
+            self._fail_open_runs(f"the replica failed: {error}")
+
+    def _fail_open_runs(self, why: str) -> None:
+        for live in self._live.values():
+            if not live.done.done():
+                live.done.set_exception(EngineError(why))
 
     async def run(self, task: SessionTask) -> SessionReport:
         """One session's part, open until the engine is done with it. Cancelling the call aborts the request.
@@ -120,7 +125,7 @@ class Replica:
             self._live.pop(task.request_id, None)
             self._counted = False
             self._changed.set()
-            if not finished and self._error is None:
+            if not finished and self._phase is Phase.READY:
                 await asyncio.shield(self._engine.abort([task.request_id]))
         return SessionReport(task.session_id, self._identity.replica_id, outcome, live.output_tokens)
 
@@ -161,13 +166,13 @@ class Replica:
     async def _report_loop(self) -> None:
         """Tell the manager what has changed, at most once per interval, and that we live, once per heartbeat."""
         while True:
+            self._changed.clear()  # before the snapshot: what changes after it is news
             await self._refresh_counters()
             try:
                 await asyncio.wait_for(self._port.report(self._snapshot()), REPORT_TIMEOUT_S)
             except (TimeoutError, Unavailable) as error:
                 logger.warning("the session manager did not take a snapshot: %r", error)
             await asyncio.sleep(self._config.snapshot_interval_s)
-            self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
             except TimeoutError:
@@ -208,8 +213,9 @@ class Replica:
             raise EngineError(f"the replica failed: {self._error}") from self._error
 
     async def stop(self) -> None:
-        """End the tasks and the engine; idempotent."""
+        """End the tasks, the open runs and the engine; idempotent."""
         self._phase = Phase.DRAINING
+        self._fail_open_runs("the replica is stopping")
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

@@ -95,11 +95,13 @@ class Session:
         self._check("output")
         if self.state is State.OVER:
             return []
+        if self._split and role is Role.PREFILL and self.state is State.DECODING:
+            return []  # it has said all it has to say
         if finish is Finish.ERROR:
-            return self.failed(HandoffFailed(f"the {role} engine could not go on with the request"))
+            error = HandoffFailed if self._split else SessionError
+            return self.failed(error(f"the {role} engine could not go on with the request"))
         if self.state is State.DECODING:
-            # In a split session prefill has said all it has to say.
-            return [] if self._split and role is Role.PREFILL else self._deliver(output, finish)
+            return self._deliver(output, finish)
         if role is Role.DECODE:
             self.held.append((output, finish))
             return []
@@ -112,7 +114,7 @@ class Session:
         effects: list[Effect] = [Deliver(output, finish=False), PrefillOver()]
         held, self.held = self.held, []
         for late, how in held:
-            effects += self._deliver(late, how)
+            effects += self.output(Role.DECODE, late, how)
         return effects
 
     def _deliver(self, output: Any, finish: Finish | None) -> list[Effect]:

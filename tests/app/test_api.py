@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from app import api
-from app.api import ASGIApp, Gateway, Message, Receive, Scope, Send
+from app.api import Gateway
+from app.exchange import ASGIApp, Message, Receive, Scope, Send
 from app.errors import TABLE, answer
 from configs.schema import IngressConfig
 from deployments import errors

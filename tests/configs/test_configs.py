@@ -249,7 +249,7 @@ def test_pools_of_one_application_may_be_unlike() -> None:
     whole["decode"]["big"] = {
         "autoscaling": {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 7},
         "resources": {"num_gpus": 2, "accelerator_type": "H100", "custom": {"rack": 1}},
-        "engine": {"kind": "vllm", "tensor_parallel_size": 2},
+        "engine": {"kind": "vllm", "max_num_seqs": 2},
         "env": {"OMP_NUM_THREADS": "3"},
     }
     big = deployments(build(BatonConfig.model_validate(whole)))["decode-big"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
-from configs.schema import MockEngineConfig
+from configs.schema import (
+    BatonConfig,
+    ChannelConfig,
+    MockEngineConfig,
+    ModelConfig,
+    PoolConfig,
+    VllmEngineConfig,
+)
 from deployments.engine.mock import MockEngine
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Step
 from deployments.messages import Role
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 Encode = Callable[[str, Sequence[int], dict[str, Any]], tuple[bytes, ...]]
 Outputs = Callable[[list[bytes]], list[tuple[str, list[int], int | None]]]
 
@@ -219,8 +228,60 @@ def _for_decode(config: MockEngineConfig) -> MockEngineConfig:
     return config.model_copy(update={"num_blocks": config.num_blocks + 16})
 
 
+VLLM = VllmEngineConfig(kv_cache_memory_bytes=768 << 20, max_num_seqs=32, max_num_batched_tokens=256)
+VLLM_MODEL = ModelConfig(dtype="float32")
+VLLM_BLOCK_BYTES = 30 * 128 * 3 * 64 * 2 * 4  # layers, tokens, heads, head size, keys and values, float32
+
+
+@contextlib.asynccontextmanager
+async def vllm_pair() -> AsyncIterator[EnginePair]:
+    """Two real engine cores, prefill and decode, each in a process of its own; no Ray."""
+    prefill, decode = await asyncio.gather(_start_vllm(Role.PREFILL), _start_vllm(Role.DECODE))
+    try:
+        yield EnginePair(prefill, decode, VLLM_BLOCK_BYTES, prefill.engine.shutdown)
+    finally:
+        await decode.close()
+        await prefill.close()
+
+
+async def _start_vllm(role: Role) -> Running:
+    from deployments.engine.build import environment
+    from deployments.model import DEFAULT_CACHE_DIR, resolve
+    from tests.deployments.engine.vllm_wire import decode_outputs, encode
+
+    pool = PoolConfig(engine=VLLM)
+    os.environ.update(environment(BatonConfig(model=VLLM_MODEL, prefill=pool, decode={"main": pool}), "prefill"))
+    from deployments.engine.vllm import VllmEngine
+
+    engine = VllmEngine(
+        VLLM,
+        VLLM_MODEL,
+        ChannelConfig(handoff_timeout_s=60),
+        model_path=str(resolve(VLLM_MODEL.source, DEFAULT_CACHE_DIR)),
+        role=role,
+        replica_id=f"{role}-0",
+        secret="a secret of the tests",
+        host="127.0.0.1",
+    )
+    return Running(engine, await engine.start(), encode, decode_outputs)
+
+
 Factory = Callable[[], contextlib.AbstractAsyncContextManager[EnginePair]]
-FACTORIES: dict[str, Factory] = {"mock": mock_pair}
+FACTORIES: dict[str, Factory] = {"mock": mock_pair, "vllm": vllm_pair}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_pairs() -> AsyncIterator[Callable[[str], Awaitable[EnginePair]]]:
+    """Pairs that are too dear to start for every test: one of a kind, for the module."""
+    async with contextlib.AsyncExitStack() as stack:
+        pairs: dict[str, EnginePair] = {}
+
+        async def get(kind: str) -> EnginePair:
+            if kind not in pairs:
+                pairs[kind] = await stack.enter_async_context(FACTORIES[kind]())
+            return pairs[kind]
+
+        yield get
 
 
 @pytest.fixture
@@ -240,8 +301,20 @@ def start() -> Callable[[MockEngine], Awaitable[Running]]:
     return start_plain
 
 
-@pytest.fixture(params=[pytest.param("mock", id="mock")])
-async def engine_pair(request: pytest.FixtureRequest, no_leaks: None) -> AsyncIterator[EnginePair]:
-    """A started pair of every registered kind. The real one: `pytest.param("vllm", marks=pytest.mark.engine)`."""
-    async with FACTORIES[request.param]() as pair:
-        yield pair
+KINDS = [
+    pytest.param("mock", id="mock"),
+    pytest.param("vllm", id="vllm", marks=[pytest.mark.engine, pytest.mark.timeout(600)]),
+]
+
+
+@pytest_asyncio.fixture(params=KINDS, loop_scope="module")
+async def engine_pair(
+    request: pytest.FixtureRequest, shared_pairs: Callable[[str], Awaitable[EnginePair]]
+) -> AsyncIterator[EnginePair]:
+    """A started pair of every kind: a mock pair of the test's own, which must leave nothing, or the real one."""
+    if request.param == "mock":
+        request.getfixturevalue("no_leaks")
+        async with mock_pair() as pair:
+            yield pair
+    else:
+        yield await shared_pairs(request.param)

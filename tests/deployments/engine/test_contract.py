@@ -9,6 +9,7 @@ import pytest
 
 from deployments.messages import Role
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 STOP, LENGTH, ERROR = 0, 1, 3
 
 
@@ -41,7 +42,7 @@ async def test_a_stop_token_ends_the_answer(engine_pair: Any) -> None:
 async def test_two_requests_share_steps(engine_pair: Any) -> None:
     engine = engine_pair.decode
     answers = [await engine.send(f"r{n}", engine_pair.prompt(9 + n), max_tokens=30) for n in range(2)]
-    await asyncio.wait_for(asyncio.gather(*(answer.done.wait() for answer in answers)), 30)
+    await asyncio.wait_for(asyncio.gather(*(answer.done.wait() for answer in answers)), 120)
     assert [len(answer.tokens) for answer in answers] == [30, 30]
     assert any(len(step.outputs) == 2 for step in engine.steps)
 
@@ -115,7 +116,7 @@ async def test_aborting_during_the_handoff(engine_pair: Any, side: str) -> None:
     if side != "prefill":
         await engine_pair.decode.engine.abort([session])
     else:
-        await asyncio.wait_for(decoded.done.wait(), 30)
+        await asyncio.wait_for(decoded.done.wait(), 120)
         assert decoded.reason in (ERROR, LENGTH)  # LENGTH: the prefill was over before the abort
     await engine_pair.prefill.settle()
     await engine_pair.decode.settle()
@@ -124,7 +125,7 @@ async def test_aborting_during_the_handoff(engine_pair: Any, side: str) -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_aborting_while_decode_generates(engine_pair: Any, side: str) -> None:
     session, prefilled, decoded = await engine_pair.begin(engine_pair.prompt(20), 150)
-    await asyncio.wait_for(decoded.grew.wait(), 30)
+    await asyncio.wait_for(decoded.grew.wait(), 120)
     await getattr(engine_pair, side).engine.abort([session])
     if side == "prefill":  # over there: decode does not notice
         await asyncio.wait_for(decoded.done.wait(), 60)
@@ -135,10 +136,11 @@ async def test_aborting_while_decode_generates(engine_pair: Any, side: str) -> N
 
 
 async def test_a_prefill_engine_that_dies_breaks_the_handoff(engine_pair: Any) -> None:
+    """The last of this module: it costs the pair its prefill engine."""
     _, _, decoded = await engine_pair.begin(engine_pair.prompt(15 * engine_pair.block_size), 5)
     await engine_pair.prefill.until_counter(lambda c: c["writes"] > 0)
     await engine_pair.kill_prefill()
-    await asyncio.wait_for(decoded.done.wait(), 30)
+    await asyncio.wait_for(decoded.done.wait(), 120)
     assert decoded.reason == ERROR
     assert not decoded.tokens
     await engine_pair.decode.settle()

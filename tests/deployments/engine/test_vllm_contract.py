@@ -1,0 +1,138 @@
+"""What `deployments/engine/vllm.py`, `cluster_core.py` and `transfer/connector.py` rely on in vLLM.
+
+No engine is started: when a new vLLM moves something, one of these names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+from vllm.version import __version__
+
+from deployments.cluster_core import _FINISH, ClusterCore, traits
+from deployments.engine.vllm import IN_PROCESS, VllmEngine
+from transfer.connector import BatonConnector
+
+CONNECTOR_HOOKS = {
+    "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
+    "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
+    "build_connector_meta": ["self", "scheduler_output"],
+    "request_finished": ["self", "request", "block_ids"],
+    "update_connector_output": ["self", "connector_output"],
+    "register_kv_caches": ["self", "kv_caches"],
+    "handle_preemptions": ["self", "kv_connector_metadata"],
+    "bind_connector_metadata": ["self", "connector_metadata"],
+    "start_load_kv": ["self", "forward_context", "kwargs"],
+    "wait_for_layer_load": ["self", "layer_name"],
+    "save_kv_layer": ["self", "layer_name", "kv_layer", "attn_metadata", "kwargs"],
+    "wait_for_save": ["self"],
+    "get_transfer_results": ["self", "finished_req_ids"],
+    "build_connector_worker_meta": ["self"],
+    "shutdown": ["self"],
+}
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def names(cls: Any) -> set[str]:
+    return {field.name for field in fields(cls)}
+
+
+def test_the_version_is_the_pinned_one() -> None:
+    assert __version__.startswith("0.32.0")
+
+
+@pytest.mark.parametrize("hook", CONNECTOR_HOOKS)
+def test_connector_hooks(hook: str) -> None:
+    assert parameters(getattr(KVConnectorBase_V1, hook)) == CONNECTOR_HOOKS[hook], f"vLLM moved {hook}"
+    assert parameters(getattr(BatonConnector, hook)) == CONNECTOR_HOOKS[hook]
+
+
+def test_what_the_connector_reads() -> None:
+    assert {"finished_sending", "finished_recving", "failed_recving"} <= names(KVConnectorTransferResults)
+    assert {"finished_recving", "kv_connector_worker_meta"} <= names(KVConnectorOutput)
+    assert {"num_scheduled_tokens", "total_num_scheduled_tokens", "preempted_req_ids"} <= names(SchedulerOutput)
+    assert parameters(KVCacheManager.get_block_ids) == ["self", "request_id"]
+
+
+def test_a_request_takes_the_first_token_as_its_prompts_last() -> None:
+    params = SamplingParams(max_tokens=3, extra_args={"kv_transfer_params": {"baton": {"role": "decode"}}})
+    core = EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None)
+    request = Request.from_engine_core_request(core, None)
+    assert request.kv_transfer_params == {"baton": {"role": "decode"}}
+    from transfer.connector import _continue_from
+
+    _continue_from(request, 3)
+    assert (request.num_prompt_tokens, request.num_tokens, request.num_output_tokens) == (3, 3, 0)
+    assert list(request.all_token_ids) == request.prompt_token_ids == [1, 2, 3]
+
+
+def test_the_scheduler_holds_an_aborted_loads_blocks_until_it_is_reported() -> None:
+    source = inspect.getsource(Scheduler.finish_requests)
+    assert "delay_free_blocks" in source
+    assert "finished_recving_kv_req_ids" in source
+    update = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
+    assert update.index("update_connector_output") < update.index("finished_recving_kv_req_ids.add")
+
+
+def test_what_the_engine_uses() -> None:
+    taken = parameters(AsyncEngineArgs)
+    ours = {"model", "dtype", "max_model_len", "block_size", "max_num_seqs", "tensor_parallel_size", "enforce_eager"}
+    ours |= {"enable_prefix_caching", "worker_extension_cls", "kv_transfer_config", "distributed_executor_backend"}
+    ours |= {"kv_cache_memory_bytes", "max_num_batched_tokens", "quantization", "gpu_memory_utilization"}
+    assert ours <= set(taken)
+    assert parameters(AsyncMPClient)[:3] == ["vllm_config", "executor_class", "log_stats"]
+    calls = ("add_request_async", "abort_requests_async", "get_output_async", "collective_rpc_async", "shutdown")
+    assert all(hasattr(AsyncMPClient, call) for call in calls)
+    module, _, name = IN_PROCESS.rpartition(".")
+    assert (UniProcExecutor.__module__, UniProcExecutor.__name__) == (module, name)
+    assert issubclass(UniProcExecutor, Executor)
+
+
+def test_the_counters_have_their_sources() -> None:
+    assert {"kv_cache_usage", "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"} <= names(
+        SchedulerStats
+    )
+    assert {"prefix_cache_stats", "connector_prefix_cache_stats"} <= names(SchedulerStats)
+    assert {"hits", "preempted_requests"} <= names(PrefixCacheStats)
+    assert {"num_prompt_tokens", "num_computed_tokens"} <= names(PrefillStats)
+    assert "prefill_stats" in EngineCoreOutput.__struct_fields__
+    assert VllmEngine.start is not None
+
+
+def test_the_seam() -> None:
+    assert EngineCoreClient.__abstractmethods__ == {"shutdown"}
+    for call in ("get_supported_tasks_async", "add_request_async", "abort_requests_async", "get_output_async"):
+        assert parameters(getattr(ClusterCore, call)) == parameters(getattr(EngineCoreClient, call)), call
+    assert set(_FINISH) == set(FinishReason)
+
+
+def test_traits_of_a_request() -> None:
+    def of(**sampling: Any) -> Any:
+        params = SamplingParams(max_tokens=5, **sampling)
+        return traits(EngineCoreRequest("r", [1], None, params, None, 0.0, None, None, None))
+
+    assert of(temperature=0.0, seed=1).seeded_sampling is False
+    assert of(temperature=0.5, seed=1).seeded_sampling is True
+    assert of(presence_penalty=0.1).output_penalties is True
+    assert of(repetition_penalty=1.2).output_penalties is False
+    assert of(prompt_logprobs=0).prompt_logprobs is True
+    assert of(bad_words=["a"]).bad_words is True

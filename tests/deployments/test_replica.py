@@ -1,0 +1,335 @@
+"""A replica around a scripted engine: what it reports, refuses, aborts, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from configs.schema import PlacementConfig
+from deployments import replica as replica_module
+from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
+from deployments.errors import Unavailable
+from deployments.messages import Phase, ReplicaSnapshot, Role, SessionTask
+from deployments.replica import Identity, Replica
+from deployments.wire import OutputReceiver
+
+WAIT_S = 20.0
+INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
+
+
+class ScriptedEngine:
+    """Does what the test says, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.loaded = asyncio.Event()
+        self.loaded.set()
+        self.steps: asyncio.Queue[Step | EngineError] = asyncio.Queue()
+        self.added: list[tuple[bytes, ...]] = []
+        self.aborted: list[str] = []
+        self.shutdowns = 0
+        self.refusal: EngineError | None = None
+        self.start_error: EngineError | None = None
+
+    async def start(self) -> EngineInfo:
+        await self.loaded.wait()
+        if self.start_error is not None:
+            raise self.start_error
+        return INFO
+
+    async def add(self, frames: tuple[bytes, ...]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.added.append(frames)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def step(self) -> Step:
+        step = await self.steps.get()
+        if isinstance(step, EngineError):
+            raise step
+        return step
+
+    def encode(self, payloads: list[Any]) -> list[bytes]:
+        return [repr(payloads).encode()]
+
+    async def counters(self) -> dict[str, float]:
+        return {"bytes_written": 7.0, "open_receiving": 0.0, "open_writing": 0.0}
+
+    async def shutdown(self) -> None:
+        self.shutdowns += 1
+
+    def put(self, *outputs: tuple[str, int, bool], **load: Any) -> None:
+        self.steps.put_nowait(Step(tuple(Output(*output, payload=output) for output in outputs), EngineLoad(**load)))
+
+
+class Manager:
+    """Takes snapshots; `outage` is raised instead."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[ReplicaSnapshot] = []
+        self.outage: Unavailable | None = None
+        self.refused = 0
+        self._came = asyncio.Event()
+
+    async def report(self, snapshot: ReplicaSnapshot) -> None:
+        if self.outage is not None:
+            self.refused += 1
+            raise self.outage
+        self.snapshots.append(snapshot)
+        self._came.set()
+
+    @property
+    def last(self) -> ReplicaSnapshot:
+        return self.snapshots[-1]
+
+    async def until(self, condition: Callable[[ReplicaSnapshot], bool]) -> ReplicaSnapshot:
+        async with asyncio.timeout(WAIT_S):
+            while not (self.snapshots and condition(self.last)):
+                self._came.clear()
+                await self._came.wait()
+        return self.last
+
+
+class Fixture:
+    """A replica, its engine, the manager and an ingress."""
+
+    def __init__(self) -> None:
+        self.engine, self.manager = ScriptedEngine(), Manager()
+        identity = Identity("r0", "decode-small", Role.DECODE, "node", "127.0.0.1")
+        self.replica = Replica(identity, self.engine, self.manager, PlacementConfig(snapshot_interval_s=0.005))
+        self.ingress = OutputReceiver("127.0.0.1")
+
+    def task(self, request_id: str = "a", timeout_s: float = 60.0, **changes: Any) -> SessionTask:
+        request = (request_id.encode(),)
+        address = changes.get("reply_to", self.ingress.address)
+        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, address, timeout_s, prompt_tokens=30)
+
+    async def begin(self, request_id: str = "a", **changes: Any) -> asyncio.Task[Any]:
+        """A run that the engine has taken."""
+        run = asyncio.create_task(self.replica.run(self.task(request_id, **changes)))
+        await until(lambda: (request_id.encode(),) in self.engine.added)
+        return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+
+
+async def receive(ingress: OutputReceiver) -> tuple[str, list[bytes]]:
+    return await asyncio.wait_for(ingress.receive(), WAIT_S)
+
+
+@pytest.fixture
+async def idle(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fixture]:
+    """A replica that is not started; its heart beats too slowly to help."""
+    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 1000.0)
+    fixture = Fixture()
+    yield fixture
+    await asyncio.wait_for(fixture.replica.stop(), WAIT_S)
+    fixture.ingress.close()
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
+
+@pytest.fixture
+async def up(idle: Fixture) -> Fixture:
+    await idle.replica.start()
+    return idle
+
+
+async def test_it_reports_loading_then_ready(idle: Fixture) -> None:
+    idle.engine.loaded.clear()
+    starting = asyncio.create_task(idle.replica.start())
+    loading = await idle.manager.until(lambda snapshot: True)
+    assert (loading.phase, loading.info, loading.pool) == (Phase.LOADING, None, "decode-small")
+    idle.engine.loaded.set()
+    await asyncio.wait_for(starting, WAIT_S)
+    ready = await idle.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
+    assert ready.info is not None
+    assert (ready.info.replica_id, ready.info.role, ready.info.total_blocks) == ("r0", Role.DECODE, 100)
+    assert ready.info.endpoints == INFO.endpoints
+    assert ready.counters["bytes_written"] == 7.0
+    assert {snapshot.phase for snapshot in idle.manager.snapshots} == {Phase.LOADING, Phase.READY}
+
+
+async def test_versions_grow_over_a_restart_too(up: Fixture) -> None:
+    for blocks in range(1, 6):
+        up.engine.put(used_blocks=blocks)
+        await up.manager.until(lambda snapshot, blocks=blocks: snapshot.used_blocks == blocks)
+    versions = [snapshot.version for snapshot in up.manager.snapshots]
+    assert all(later > earlier for earlier, later in zip(versions, versions[1:], strict=False))
+    again = Fixture()
+    await again.replica.start()
+    assert (await again.manager.until(lambda snapshot: True)).version > versions[-1]
+    await again.replica.stop()
+    again.ingress.close()
+
+
+async def test_no_change_is_lost_between_two_reports(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change right after a snapshot is news at the next interval, not at the next heartbeat."""
+    taken: list[int] = []
+    report = up.manager.report
+
+    async def report_then_change(snapshot: ReplicaSnapshot) -> None:
+        await report(snapshot)
+        if len(taken) < 5:
+            taken.append(snapshot.used_blocks)
+            up.engine.put(used_blocks=100 + len(taken))
+            await until(lambda: up.replica._load.used_blocks == 100 + len(taken))
+
+    monkeypatch.setattr(up.manager, "report", report_then_change)
+    up.engine.put(used_blocks=100)
+    await up.manager.until(lambda snapshot: snapshot.used_blocks == 105)
+
+
+async def test_a_quiet_replica_still_says_that_it_lives(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 0.005)
+    up.engine.put(used_blocks=1)
+    await up.manager.until(lambda snapshot: snapshot.used_blocks == 1)
+    count = len(up.manager.snapshots)
+    await until(lambda: len(up.manager.snapshots) > count + 3)
+
+
+async def test_an_unreachable_manager_is_told_later(up: Fixture) -> None:
+    await up.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
+    up.manager.outage = Unavailable("restarting")
+    up.engine.put(used_blocks=3)
+    await until(lambda: up.manager.refused)
+    up.manager.outage = None
+    up.engine.put(used_blocks=4)
+    await up.manager.until(lambda snapshot: snapshot.used_blocks == 4)
+    up.replica.check_health()
+
+
+async def test_it_refuses_runs_before_it_is_ready_and_after_it_stopped(idle: Fixture) -> None:
+    with pytest.raises(EngineError, match="not ready: loading model"):
+        await idle.replica.run(idle.task())
+    await idle.replica.start()
+    await idle.replica.stop()
+    with pytest.raises(EngineError, match="not ready: draining"):
+        await idle.replica.run(idle.task())
+    assert not idle.engine.added
+
+
+async def test_a_run_ends_with_the_last_output(up: Fixture) -> None:
+    run = await up.begin("a")
+    other = await up.begin("b")
+    listed = await up.manager.until(lambda snapshot: len(snapshot.sessions) == 2)
+    assert listed.backlog_tokens == 60
+    up.engine.put(("a", 1, False), ("b", 1, False), ("nobody", 1, False), used_blocks=4, running=2, waiting=1)
+    up.engine.put(("a", 2, True), used_blocks=2, running=1)
+    report = await asyncio.wait_for(run, WAIT_S)
+    assert (report.session_id, report.replica_id, report.outcome, report.output_tokens) == ("s-a", "r0", "finished", 3)
+    name, frames = await receive(up.ingress)
+    assert (name, frames) == ("r0", [repr([("a", 1, False), ("b", 1, False)]).encode()])
+    assert (await receive(up.ingress))[1] == [repr([("a", 2, True)]).encode()]
+    last = await up.manager.until(lambda snapshot: snapshot.sessions == ("s-b",))
+    assert (last.used_blocks, last.running, last.waiting, last.backlog_tokens) == (2, 1, 0, 0)
+    assert not up.engine.aborted
+    up.engine.put(("b", 1, True))
+    await asyncio.wait_for(other, WAIT_S)
+    await up.manager.until(lambda snapshot: snapshot.sessions == ())
+
+
+async def test_each_ingress_gets_its_own(up: Fixture) -> None:
+    second = OutputReceiver("127.0.0.1")
+    runs = [await up.begin("a"), await up.begin("b", reply_to=second.address)]
+    up.engine.put(("a", 1, True), ("b", 1, True))
+    assert (await receive(up.ingress))[1] == [repr([("a", 1, True)]).encode()]
+    assert (await receive(second))[1] == [repr([("b", 1, True)]).encode()]
+    await asyncio.wait_for(asyncio.gather(*runs), WAIT_S)
+    second.close()
+
+
+async def test_cancelling_a_run_aborts_the_request(up: Fixture) -> None:
+    run = await up.begin("a")
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert up.engine.aborted == ["a"]
+    await up.manager.until(lambda snapshot: snapshot.sessions == ())
+    up.engine.put(("a", 1, True))  # late: it goes nowhere
+    other = await up.begin("b")
+    up.engine.put(("b", 1, True))
+    await asyncio.wait_for(other, WAIT_S)
+    assert (await receive(up.ingress))[1] == [repr([("b", 1, True)]).encode()]
+
+
+async def test_a_run_that_takes_too_long_expires(up: Fixture) -> None:
+    report = await asyncio.wait_for(up.replica.run(up.task("a", timeout_s=0.01)), WAIT_S)
+    assert report.outcome == "expired"
+    assert up.engine.aborted == ["a"]
+
+
+async def test_a_request_that_the_engine_refuses_harms_nobody_else(up: Fixture) -> None:
+    other = await up.begin("b")
+    up.engine.refusal = EngineError("not a request")
+    with pytest.raises(EngineError, match="not a request"):
+        await up.replica.run(up.task("a"))
+    up.replica.check_health()
+    up.engine.put(("b", 1, True))
+    assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
+
+
+async def test_an_ingress_that_takes_nothing_loses_its_session(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up.begin("a")
+    monkeypatch.setattr(up.replica._sender, "send", lambda address, frames: False)
+    up.engine.put(("a", 1, False))
+    with pytest.raises(EngineError, match="the ingress does not take its outputs"):
+        await asyncio.wait_for(run, WAIT_S)
+    assert up.engine.aborted == ["a"]
+    up.replica.check_health()
+
+
+async def test_a_dead_engine_fails_open_runs_and_the_health_check(up: Fixture) -> None:
+    runs = [await up.begin(name) for name in "ab"]
+    up.replica.check_health()
+    up.engine.steps.put_nowait(EngineError("out of memory"))
+    for run in runs:
+        with pytest.raises(EngineError, match="the replica failed: out of memory"):
+            await asyncio.wait_for(run, WAIT_S)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="out of memory"):
+            up.replica.check_health()
+    with pytest.raises(EngineError, match="out of memory"):
+        await up.replica.run(up.task("c"))
+    assert not up.engine.aborted, "a dead engine is asked nothing"
+    last = await up.manager.until(lambda snapshot: snapshot.phase is not Phase.READY)
+    assert last.phase is Phase.DRAINING, "nothing may be placed on it"
+
+
+async def test_an_engine_that_does_not_start(idle: Fixture) -> None:
+    idle.engine.start_error = EngineError("no such model")
+    with pytest.raises(EngineError, match="no such model"):
+        await idle.replica.start()
+    assert idle.replica._phase is Phase.LOADING
+
+
+async def test_stopping_ends_everything_and_can_be_repeated(up: Fixture) -> None:
+    run = await up.begin("a")
+    await asyncio.wait_for(up.replica.stop(), WAIT_S)
+    with pytest.raises(EngineError, match="the replica is stopping"):
+        await asyncio.wait_for(run, WAIT_S)
+    await asyncio.wait_for(up.replica.stop(), WAIT_S)
+    assert up.engine.shutdowns == 2
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    count = len(up.manager.snapshots)
+    await asyncio.sleep(0.05)
+    assert len(up.manager.snapshots) == count
+
+
+async def test_stopping_while_it_loads(idle: Fixture) -> None:
+    idle.engine.loaded.clear()
+    starting = asyncio.create_task(idle.replica.start())
+    await idle.manager.until(lambda snapshot: True)
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await starting
+    await asyncio.wait_for(idle.replica.stop(), WAIT_S)
+    assert idle.engine.shutdowns == 1

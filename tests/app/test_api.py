@@ -12,8 +12,8 @@ import pytest
 
 from app import api
 from app.api import Gateway
-from app.exchange import ASGIApp, Message, Receive, Scope, Send
 from app.errors import TABLE, answer
+from app.exchange import ASGIApp, Message, Receive, Scope, Send
 from configs.schema import IngressConfig
 from deployments import errors
 from deployments.messages import Mode

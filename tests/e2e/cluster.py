@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent.parent
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 90.0
+MARKER = "BATON_TEST_RUN"
 
 
 def free_port() -> int:
@@ -29,13 +30,15 @@ def free_port() -> int:
 
 @dataclass
 class Cluster:
-    """A running application. `trace_dir`: where its workers write their timelines."""
+    """A running application. `trace_dir`: where its workers write their timelines. `marker` is in the environment of
+    every process of it."""
 
     url: str
     dashboard_url: str
     trace_dir: Path
     process: subprocess.Popen[str]
     log: Path
+    marker: str
 
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"{self.url}/baton/status", timeout=10).json()
@@ -78,9 +81,9 @@ def start(config: str, directory: Path) -> Cluster:
     port, dashboard = free_port(), free_port()
     command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
     command += ["--ray-port", str(free_port()), "--dashboard-port", str(dashboard)]
-    log = directory / "launch.log"
+    log, marker = directory / "launch.log", uuid.uuid4().hex
     with log.open("w") as output:
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARKER: marker}
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -90,7 +93,7 @@ def start(config: str, directory: Path) -> Cluster:
             text=True,
             start_new_session=True,
         )
-    cluster = Cluster(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", trace_dir, process, log)
+    cluster = Cluster(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", trace_dir, process, log, marker)
     deadline = time.monotonic() + START_TIMEOUT_S
     while "Ready in" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -101,8 +104,7 @@ def start(config: str, directory: Path) -> Cluster:
 
 
 def stop(cluster: Cluster) -> list[str]:
-    """Ctrl-C, as a user would; what is left of its processes afterwards."""
-    session = cluster.process.pid
+    """Ctrl-C, as a user would; the command lines of what is left of its processes afterwards."""
     if cluster.process.poll() is None:
         cluster.process.send_signal(signal.SIGINT)
         try:
@@ -110,19 +112,18 @@ def stop(cluster: Cluster) -> list[str]:
         except subprocess.TimeoutExpired:
             cluster.process.kill()
             cluster.process.wait(10)
-    return _descended_from(session)
+    return marked(cluster.marker)
 
 
-def _descended_from(pid: int) -> list[str]:
-    """Command lines of live processes whose environment names the launcher's own run."""
+def marked(marker: str) -> list[str]:
+    """Live processes that inherited the run's environment, by command line."""
     found = []
     for entry in Path("/proc").iterdir():
-        if not re.fullmatch(r"\d+", entry.name):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(status[3]) == pid and status[0] not in "ZX":
+            if f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.append((entry / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
-    return found
+    return [line for line in found if line]

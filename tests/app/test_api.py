@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app import api
+from app import api, exchange
 from app.api import Gateway
 from app.errors import TABLE, answer
 from app.exchange import ASGIApp, Message, Receive, Scope, Send
@@ -272,7 +272,7 @@ async def test_a_replaced_application_sees_a_disconnect() -> None:
 
 
 async def test_a_replaced_application_that_goes_on_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(exchange, "CLOSE_TIMEOUT_S", 0.05)
     cancelled = asyncio.Event()
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:

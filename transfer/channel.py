@@ -223,17 +223,21 @@ class Channel:
             self._news.set()
             raise
         finally:
-            self._finish_writes()
-            self._endpoint.close()  # from here on peers know that we write no more
-            self._plane.close()
+            if self._finish_writes():
+                self._endpoint.close()  # from here on peers know that we write no more
+                self._plane.close()
 
-    def _finish_writes(self) -> None:
-        """See out what is in flight: closing the connection tells decode that its blocks are its own again."""
+    def _finish_writes(self) -> bool:
+        """See out what is in flight. False: it did not end, and only the process's own end may tell the peers.
+
+        Closing the connections tells decode that its blocks are its own again.
+        """
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._in_flight and time.monotonic() < deadline:
-            self._progress()
+            self._in_flight = deque(w for w in self._in_flight if self._plane.check(w[1]) is WriteState.BUSY)
         if self._in_flight:
-            logger.error("%d writes did not end; the process must", len(self._in_flight))
+            logger.error("%d writes did not end", len(self._in_flight))
+        return not self._in_flight
 
     def _loop(self) -> None:
         while not self._closing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -163,7 +164,7 @@ async def test_versions_grow_over_a_restart_too(up: Fixture) -> None:
         up.engine.put(used_blocks=blocks)
         await up.manager.until(lambda snapshot, blocks=blocks: snapshot.used_blocks == blocks)
     versions = [snapshot.version for snapshot in up.manager.snapshots]
-    assert all(later > earlier for earlier, later in zip(versions, versions[1:], strict=False))
+    assert all(later > earlier for earlier, later in itertools.pairwise(versions))
     again = Fixture()
     await again.replica.start()
     assert (await again.manager.until(lambda snapshot: True)).version > versions[-1]

@@ -35,7 +35,7 @@ each_section = pytest.mark.parametrize("section", HEADINGS, ids=lambda section: 
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|opt|srv)/[\w.-]+")
 REGISTRY = re.compile(
-    r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|file:/{2}|https?://[^\s/]+/(?:[\w.-]+/)*simple\b"
+    r"py[p]i\.org|pythonh[o]sted\.org|download\.py[t]orch\.org|file:/{2}|https?://[^\s/]+/(?:[\w.-]+/)*simple\b"
 )
 
 

@@ -28,11 +28,13 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from transfer.blocks import blocks_for
-from transfer.channel import Channel, Chunk, Key, Results
+from transfer.channel import Channel
 from transfer.control import FirstToken, Seal
 from transfer.layout import KVLayout
 from transfer.lifeline import die_with_parent
 from transfer.nixl_channel import NixlPlane
+from transfer.outbox import Key, Results
+from transfer.prefill_side import Chunk
 from transfer.token_sender import TokenSender
 from transfer.trace import tracer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from deployments.engine.mock_wire import FinishReason, OutputStruct, Request, logprobs
 from deployments.engine.protocol import Output
-from transfer.channel import Chunk
+from transfer.prefill_side import Chunk
 
 
 @dataclass(slots=True, eq=False)

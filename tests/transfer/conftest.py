@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transfer.channel import Channel, Chunk, Key, Results
+from transfer.channel import Channel
 from transfer.control import Seal
 from transfer.layout import KVLayout
+from transfer.outbox import Key, Results
 from transfer.plane import InProcessPlane, Plane
+from transfer.prefill_side import Chunk
 
 LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 64, 4, 32
 SECRET, WAIT_S = "a secret of the tests", 10.0

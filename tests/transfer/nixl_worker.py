@@ -15,10 +15,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transfer.channel import Channel, ChannelError, Chunk
+from transfer.channel import Channel, ChannelError
 from transfer.control import Seal
 from transfer.layout import KVLayout
 from transfer.nixl_channel import NixlPlane
+from transfer.prefill_side import Chunk
 
 LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 256, 4, 4096
 

@@ -21,7 +21,7 @@ def give_token(decode: Any, key: tuple[str, int] = KEY, token: int = TOKEN) -> N
     sender = TokenSender(decode.seal)
     before = decode.events.copy()
     sender.send(decode.channel.address, FirstToken(*key, token))
-    decode.until(lambda: decode.channel._early_tokens.get(key) == token or decode.events != before)
+    decode.until(lambda: decode.channel._decode.early_tokens.get(key) == token or decode.events != before)
     sender.close()
 
 
@@ -210,7 +210,7 @@ def test_a_preempted_prefill_does_not_send_what_overwrote_it(prefill: Any, decod
     assert prefill.channel.wait_quiet([KEY], 10)
     prefill.fill(SOURCE, 666)  # another request took the blocks
     offer(decode, prefill)
-    prefill.until(lambda: prefill.channel._agents)
+    prefill.until(lambda: prefill.channel._prefill.agents)
     prefill.barrier()
     again = [30, 31, 32]
     prefill.fill(again, 1)

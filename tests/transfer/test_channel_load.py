@@ -49,7 +49,7 @@ def test_a_cancel_is_answered_only_when_writes_are_done(decode: Any, make_side: 
     prefill = make_side("prefill", plane=plane)
     decode.channel.offer(("s", 1), "d", prefill.channel.address, 0, [1, 2], False)
     prefill.save(("s", 1), "p", 8, 8, [3, 4])
-    prefill.until(lambda: prefill.channel._in_flight)
+    prefill.until(lambda: prefill.channel._prefill.in_flight)
     decode.channel.cancel(("s", 1), "aborted")
     prefill.channel.ended(("s", 1), "p", False)
     prefill.barrier()

@@ -107,7 +107,7 @@ class Running:
 
     async def until_counter(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         async with asyncio.timeout(WAIT_S):
-            while not condition(counters := await self.engine.counters()):  # noqa: ASYNC110 - nothing tells
+            while not condition(counters := await self.engine.counters()):
                 await asyncio.sleep(0.002)
         return counters
 

@@ -1,0 +1,115 @@
+"""The decode worker's handoffs: offers blocks, waits for KV and first token, fences what is cancelled.
+
+Runs in the channel's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transfer import control
+from transfer.endpoint import Endpoint
+from transfer.handoff import Received, Receiver, ReceiverEffect, SendCancel
+from transfer.layout import KVLayout
+from transfer.outbox import Key, Outbox, Trace, remember
+from transfer.plane import Plane
+
+logger = logging.getLogger("baton.transfer")
+
+
+@dataclass(slots=True)
+class _Receiving:
+    request_id: str
+    endpoint: str
+    deadline: float
+    machine: Receiver
+
+
+class DecodeSide:
+    """`timeout_s`: from an offer until its KV must be here; then the peer is told to stop, again and again."""
+
+    def __init__(
+        self, plane: Plane, layout: KVLayout, endpoint: Endpoint, outbox: Outbox, timeout_s: float, trace: Trace
+    ) -> None:
+        self._plane, self._layout, self._endpoint, self._outbox = plane, layout, endpoint, outbox
+        self._timeout_s, self._trace = timeout_s, trace
+        self._receiving: dict[Key, _Receiving] = {}
+        self.early_tokens: OrderedDict[Key, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Handoffs that are open."""
+        return len(self._receiving)
+
+    def offer(
+        self, key: Key, request_id: str, endpoint: str, first_block: int, blocks: list[int], needs_token: bool
+    ) -> None:
+        machine = Receiver(needs_token=needs_token)
+        self._receiving[key] = _Receiving(request_id, endpoint, time.monotonic() + self._timeout_s, machine)
+        self._reach(endpoint)
+        self._endpoint.send(endpoint, control.Offer(*key, first_block, blocks, self._timeout_s))
+        self._trace("offered", session=key[0], blocks=len(blocks))
+        if (token := self.early_tokens.pop(key, None)) is not None:
+            machine.first_token(token)
+
+    def withdraw(self, key: Key, endpoint: str, reason: str) -> None:
+        self._reach(endpoint)
+        self._endpoint.send(endpoint, control.Cancel(*key, reason))
+
+    def cancel(self, key: Key, reason: str) -> None:
+        self._tell(key, lambda machine: machine.cancel(reason))
+
+    def landed(self, key: Key) -> None:
+        self._tell(key, Receiver.landed)
+
+    def failed(self, key: Key, reason: str) -> None:
+        self._tell(key, lambda machine: machine.failed(reason))
+
+    def first_token(self, key: Key, token: int) -> None:
+        """The first token may overtake the engine step that offers the blocks."""
+        if key in self._receiving:
+            self._tell(key, lambda machine: machine.first_token(token))
+        else:
+            remember(self.early_tokens, key, token)
+
+    def peer_gone(self, endpoint: str) -> None:
+        for key in self._handed_over_by(endpoint):
+            self._tell(key, Receiver.peer_lost)
+
+    def refused(self, endpoint: str, reason: str) -> None:
+        logger.error("the prefill worker at %s refuses us: %s", endpoint, reason)
+        self._endpoint.disconnect(endpoint)
+        for key in self._handed_over_by(endpoint):
+            self.failed(key, reason)
+
+    def expire(self, now: float) -> None:
+        for key, receiving in list(self._receiving.items()):
+            if now > receiving.deadline:
+                receiving.deadline = now + self._timeout_s
+                self.cancel(key, "the KV cache did not arrive in time")
+
+    def _handed_over_by(self, endpoint: str) -> list[Key]:
+        return [key for key, receiving in self._receiving.items() if receiving.endpoint == endpoint]
+
+    def _reach(self, endpoint: str) -> None:
+        """Introduce ourselves to a peer that we have no connection to."""
+        if self._endpoint.connect(endpoint):
+            hello = control.Hello(self._plane.name, self._plane.metadata(), self._layout)
+            self._endpoint.send(endpoint, hello)
+
+    def _tell(self, key: Key, event: Callable[[Receiver], list[ReceiverEffect]]) -> None:
+        receiving = self._receiving.get(key)
+        for effect in event(receiving.machine) if receiving else ():
+            assert receiving is not None
+            if isinstance(effect, SendCancel):
+                self._endpoint.send(receiving.endpoint, control.Cancel(*key, receiving.machine.reason))
+                continue
+            del self._receiving[key]
+            if isinstance(effect, Received):
+                self._outbox.received(receiving.request_id, effect.token)
+            else:
+                self._outbox.broken(receiving.request_id, effect.reason)
+            self._trace("received", session=key[0], ok=isinstance(effect, Received))

@@ -166,6 +166,8 @@ class Launcher:
         while True:
             for _ in range(10):
                 self._require_ray()
+                if self._ray is not None:
+                    self._ray.reap_orphans()
                 time.sleep(1.0)
             try:
                 self._look(config)

@@ -100,6 +100,13 @@ class LocalRay:
         """The exit status when the head node has ended, else None."""
         return self._process.poll()
 
+    def reap_orphans(self) -> None:
+        """Collect processes of the cluster that ended after their parent had: they are our children, as subreaper."""
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, look)) is not None and ended.si_pid != self._process.pid:
+                os.waitpid(ended.si_pid, os.WNOHANG)
+
     def stop(self, timeout_s: float = 20.0) -> None:
         """Terminate the head node, wait, then kill whatever is left of its processes."""
         known = descendants(os.getpid())

@@ -7,6 +7,7 @@ they get. Plain Python: `app/main.py` makes a Serve deployment of `ServeReplica`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ logger = logging.getLogger("baton.replica")
 
 HEARTBEAT_S = 1.0
 REPORT_TIMEOUT_S = 5.0
+CANCEL_AGAIN_S = 0.5
 
 
 class ReportPort(Protocol):
@@ -169,14 +171,14 @@ class Replica:
             self._changed.clear()  # before the snapshot: what changes after it is news
             await self._refresh_counters()
             try:
-                await asyncio.wait_for(self._port.report(self._snapshot()), REPORT_TIMEOUT_S)
+                async with asyncio.timeout(REPORT_TIMEOUT_S):
+                    await self._port.report(self._snapshot())
             except (TimeoutError, Unavailable) as error:
                 logger.warning("the session manager did not take a snapshot: %r", error)
             await asyncio.sleep(self._config.snapshot_interval_s)
-            try:
-                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._changed.wait()
 
     async def _refresh_counters(self) -> None:
         """Asking costs the engine a moment, so only once after it has fallen idle."""
@@ -216,9 +218,10 @@ class Replica:
         """End the tasks, the open runs and the engine; idempotent."""
         self._phase = Phase.DRAINING
         self._fail_open_runs("the replica is stopping")
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._tasks = set(self._tasks), []
+        while tasks:  # again: Python 3.11's wait_for can lose a cancellation
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)
         await self._engine.shutdown()
         self._sender.close()

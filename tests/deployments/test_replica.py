@@ -119,7 +119,7 @@ class Fixture:
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - nothing tells
+        while not condition():
             await asyncio.sleep(0.001)
 
 
@@ -334,3 +334,18 @@ async def test_stopping_while_it_loads(idle: Fixture) -> None:
         await starting
     await asyncio.wait_for(idle.replica.stop(), WAIT_S)
     assert idle.engine.shutdowns == 1
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_stopping_at_the_moment_that_something_changes(idle: Fixture, turns: int) -> None:
+    """A cancellation must not be lost when what a task waits for comes in the same turn of the loop."""
+    await idle.replica.start()
+    run = await idle.begin("a")
+    await idle.manager.until(lambda snapshot: snapshot.sessions == ("s-a",))
+    idle.engine.put(("a", 1, True), used_blocks=1)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await asyncio.wait_for(idle.replica.stop(), WAIT_S)
+    await asyncio.wait([run], timeout=WAIT_S)
+    assert run.done()
+    run.exception()

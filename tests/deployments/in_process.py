@@ -1,0 +1,358 @@
+"""A whole control plane in one process, without Ray: every part is the real one but the engines, which are mocks.
+
+Direct ports stand in for Serve handles. What crosses one is pickled, and a cancelled call is cancelled on the replica
+without waiting for it, as Serve does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, ModelConfig, PlacementConfig, PoolConfig
+from deployments import request_context
+from deployments.cluster_core import ClusterCore
+from deployments.engine.mock import MockEngine
+from deployments.engine.protocol import EngineError
+from deployments.errors import ReplicaLost
+from deployments.messages import Role, SessionReport, SessionTask
+from deployments.replica import Identity, Replica
+from deployments.request_context import RequestContext
+from deployments.session_manager import SessionManager
+from transfer.plane import InProcessPlane, PlaneError, WriteState
+
+WAIT_S = 30.0
+BLOCKS = {"prefill": 256, "decode-small": 144, "decode-large": 288}
+PREFILL, SMALL, LARGE = "prefill-0", "decode-small-0", "decode-large-0"
+REPLICAS = {PREFILL: "prefill", SMALL: "decode-small", LARGE: "decode-large"}
+MAX_MODEL_LEN = 512
+
+
+def config(engine: dict[str, Any] | None = None, **placement: Any) -> BatonConfig:
+    """One prefill and two unlike decode pools of quick mock engines."""
+    base = MockEngineConfig(
+        block_size=4,
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        num_layers=3,
+        step_s=0.001,
+        prefill_tokens_per_s=1e6,
+    ).model_copy(update=engine or {})
+    pools = {pool: PoolConfig(engine=base.model_copy(update={"num_blocks": blocks})) for pool, blocks in BLOCKS.items()}
+    times = {"queue_timeout_s": WAIT_S, "session_timeout_s": 2 * WAIT_S, "snapshot_interval_s": 0.01}
+    return BatonConfig(
+        model=ModelConfig(max_model_len=MAX_MODEL_LEN),
+        prefill=pools["prefill"],
+        decode={"small": pools["decode-small"], "large": pools["decode-large"]},
+        channel=ChannelConfig(kind="in_process", handoff_timeout_s=WAIT_S),
+        placement=PlacementConfig(**{**times, **placement}),
+    )
+
+
+async def until(look: Callable[[], Awaitable[Any]]) -> Any:
+    """Ask again until the answer is true, for a bounded time."""
+    async with asyncio.timeout(WAIT_S):
+        while not (seen := await look()):
+            await asyncio.sleep(0.002)
+    return seen
+
+
+class GatedPlane(InProcessPlane):
+    """While `shut`, writes are under way; they land late when it opens, or fail when it is `broken`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.shut = self.broken = False
+        self.writes = 0
+
+    def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
+        self.writes += 1
+        return agent, layer, tuple(local), tuple(remote)
+
+    def check(self, handle: Any) -> WriteState:
+        if self.broken:
+            return WriteState.FAILED
+        if self.shut:
+            return WriteState.BUSY
+        try:
+            return super().write(*handle)
+        except PlaneError:
+            return WriteState.FAILED
+
+
+class GatedEngine(MockEngine):
+    """A mock engine that computes nothing while `go` is clear; `stopped` says that it has come to wait there."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.go, self.stopped = asyncio.Event(), asyncio.Event()
+        self.go.set()
+
+    async def _compute(self, work: Any) -> None:
+        if not self.go.is_set():
+            self.stopped.set()
+            await self.go.wait()
+            self.stopped.clear()
+        await super()._compute(work)
+
+    @property
+    def used_blocks(self) -> int:
+        return self._scheduler.used_blocks
+
+
+class Pool:
+    """A pool's port. `error` is raised instead of a call; `reply_to` sends the outputs somewhere else."""
+
+    def __init__(self, replicas: dict[str, Replica]) -> None:
+        self._replicas = replicas
+        self.tasks: list[SessionTask] = []
+        self.error: Exception | None = None
+        self.reply_to: str | None = None
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        task = pickle.loads(pickle.dumps(task))
+        self.tasks.append(task)
+        if self.error is not None:
+            raise self.error
+        if self.reply_to is not None:
+            task = replace(task, reply_to=self.reply_to)
+        if task.replica_id not in self._replicas:
+            raise ReplicaLost(f"there is no {task.replica_id}")
+        call = asyncio.create_task(self._replicas[task.replica_id].run(task))
+        try:
+            report: SessionReport = pickle.loads(pickle.dumps(await asyncio.shield(call)))
+        except EngineError as error:
+            raise ReplicaLost(str(error)) from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        return report
+
+
+@dataclass
+class Answer:
+    """What the frontend gets for one request. `surplus`: outputs after the last."""
+
+    request_id: str
+    context: RequestContext
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    surplus: list[EngineCoreOutput] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.outputs[-1].finish_reason if self.outputs else None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[-1].stop_reason if self.outputs else None
+
+    def take(self, output: EngineCoreOutput) -> None:
+        if self.reason is not None:
+            self.surplus.append(output)
+            return
+        self.outputs.append(output)
+        self.tokens += output.new_token_ids
+        self.news.set()
+
+    async def has(self, tokens: int) -> Answer:
+        """Wait for so many tokens."""
+        await self._until(lambda: len(self.tokens) >= tokens)
+        return self
+
+    async def over(self) -> Answer:
+        """Wait for the end."""
+        await self._until(lambda: self.reason is not None)
+        return self
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self.news.clear()
+                await self.news.wait()
+
+
+class InProcess:
+    """The session manager, the replicas and the cluster core, and a frontend that takes the outputs."""
+
+    def __init__(self, config: BatonConfig) -> None:
+        self._config = config
+        self.manager = SessionManager(config)
+        self.engines: dict[str, GatedEngine] = {}
+        self.planes: dict[str, GatedPlane] = {}
+        self.replicas: dict[str, Replica] = {}
+        self.pools = {pool: Pool(self.replicas) for pool in config.pools}
+        self.core = ClusterCore(self.manager, self.pools, "127.0.0.1", config.placement.session_timeout_s)
+        self.answers: dict[str, Answer] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    async def start(self, *replica_ids: str) -> None:
+        """Start replicas; the session manager knows that they are ready."""
+        for replica_id in replica_ids:
+            self._build(replica_id)
+            await self.replicas[replica_id].start()
+        await until(lambda: self._are_ready(replica_ids))
+
+    def _build(self, replica_id: str) -> None:
+        pool = REPLICAS[replica_id]
+        role = Role.PREFILL if pool == "prefill" else Role.DECODE
+        plane = self.planes[replica_id] = GatedPlane(replica_id)
+        engine = self.engines[replica_id] = GatedEngine(
+            self._config.pools[pool].engine,
+            role=role,
+            replica_id=replica_id,
+            fingerprint="mock",
+            secret="a secret of the tests",
+            host="127.0.0.1",
+            handoff_timeout_s=self._config.channel.handoff_timeout_s,
+            max_model_len=self._config.model.max_model_len,
+            plane=plane,
+        )
+        identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
+        self.replicas[replica_id] = Replica(identity, engine, self.manager, self._config.placement)
+
+    async def _are_ready(self, replica_ids: Collection[str]) -> bool:
+        pools = (await self.manager.ready())["pools"].values()
+        loads = {replica_id: replica["load"] for pool in pools for replica_id, replica in pool["replicas"].items()}
+        return all(loads.get(replica_id) for replica_id in replica_ids)
+
+    async def close(self) -> None:
+        self.core.shutdown()
+        for replica in self.replicas.values():
+            await asyncio.wait_for(replica.stop(), WAIT_S)
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+
+    async def _read(self) -> None:
+        while True:
+            for output in (await self.core.get_output_async()).outputs:
+                self.answers[output.request_id].take(output)
+
+    async def ask(self, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Add a request as vLLM's frontend does."""
+        request_id = f"request-{len(self.answers)}"
+        answer = self.answers[request_id] = Answer(request_id, RequestContext(request_id))
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+        request = EngineCoreRequest(request_id, list(prompt), None, params, None, 0.0, None, None, None)
+
+        async def add() -> None:
+            request_context.current.set(answer.context)
+            await self.core.add_request_async(request)
+
+        await asyncio.get_running_loop().create_task(add(), context=copy_context())
+        return answer
+
+    async def answer(self, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Ask, and wait for the end."""
+        return await (await self.ask(prompt, **sampling)).over()
+
+    async def local(self, prompt: Sequence[int], **sampling: Any) -> list[int]:
+        """What one decode replica answers by itself. The mock takes seed 0 and no seed alike."""
+        answer = await self.answer(prompt, **{**sampling, "temperature": 1.0, "seed": 0})
+        assert answer.context.rules == {"seeded_sampling"}
+        return answer.tokens
+
+    async def placements(self) -> dict[str, dict[str, Any]]:
+        """The promises of open sessions by request id."""
+        return {promise["session_id"]: promise for promise in (await self.manager.status())["promises"]}
+
+    async def placed(self, answer: Answer) -> dict[str, Any]:
+        """Wait until a request is placed."""
+
+        async def look() -> Any:
+            return (await self.placements()).get(answer.request_id)
+
+        placed: dict[str, Any] = await until(look)
+        return placed
+
+    async def queued(self, count: int) -> None:
+        """Wait until so many requests wait for a place."""
+
+        async def look() -> bool:
+            return bool((await self.manager.status())["sessions"]["queued"] == count)
+
+        await until(look)
+
+    async def stopped(self, replica_id: str) -> None:
+        """Wait until an engine whose `go` is clear has work and waits."""
+        await asyncio.wait_for(self.engines[replica_id].stopped.wait(), WAIT_S)
+
+    async def kill(self, replica_id: str) -> None:
+        """End an engine in the midst of its work, its KV channel included, and see its replica unhealthy."""
+        await self.engines[replica_id].shutdown()
+
+        async def look() -> bool:
+            try:
+                self.replicas[replica_id].check_health()
+            except EngineError:
+                return True
+            return False
+
+        await until(look)
+
+    async def closed(self) -> None:
+        """Wait until the core and the manager have no open session, whatever the engines still have to do."""
+        await self._until_nothing(self._open)
+
+    async def settle(self, dead: Collection[str] = ()) -> None:
+        """Wait until nothing is open anywhere and every block is free, by the engines' and the manager's books."""
+        await self._until_nothing(lambda: self._left(dead))
+        assert not [answer.surplus for answer in self.answers.values() if answer.surplus]
+
+    async def _until_nothing(self, look: Callable[[], Any]) -> None:
+        left: dict[str, Any] = {}
+
+        async def found_nothing() -> bool:
+            nonlocal left
+            left = await look()
+            return not left
+
+        try:
+            await until(found_nothing)
+        except TimeoutError:
+            raise AssertionError(f"still there after {WAIT_S:g} s: {left}") from None
+
+    async def _open(self) -> dict[str, Any]:
+        status = await self.manager.status()
+        found = {"core": self.core.open_sessions, **status["sessions"], "promises": status["promises"]}
+        del found["closed"]
+        return {name: value for name, value in found.items() if value}
+
+    async def _left(self, dead: Collection[str]) -> dict[str, Any]:
+        found = await self._open()
+        status = await self.manager.status()
+        loads = {name: each["load"] for pool in status["pools"].values() for name, each in pool["replicas"].items()}
+        for name, replica in self.replicas.items():
+            if name not in dead and name not in loads:
+                found[name] = "has not reported again since it was called lost"
+            elif name not in dead:
+                numbers, load = status["replicas"][name], loads[name]
+                counters = await replica.counters()
+                each = {key: numbers[key] for key in ("used_blocks", "running", "waiting", "sessions")}
+                each |= {key: counters[key] for key in ("open_receiving", "open_writing")}
+                each |= {
+                    "promised": load["total_blocks"] - load["free_blocks"],
+                    "engine": self.engines[name].used_blocks,
+                }
+                found |= {f"{name} {key}": value for key, value in each.items() if value}
+        return found
+
+
+@contextlib.asynccontextmanager
+async def in_process(config: BatonConfig, replica_ids: Collection[str] = tuple(REPLICAS)) -> AsyncIterator[InProcess]:
+    """A control plane with these replicas up; at the end nothing may be left of it."""
+    cluster = InProcess(config)
+    try:
+        await cluster.start(*replica_ids)
+        yield cluster
+    finally:
+        await cluster.close()

@@ -1,0 +1,609 @@
+"""The whole control plane over mock engines: answers are right, and nothing is left of a session however it ends.
+
+The mock's tokens are read from the KV in its blocks, so an answer that is equal to a local one had the right KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+from deployments import cluster_core
+from deployments.errors import (
+    HandoffFailed,
+    NeverFits,
+    Overloaded,
+    ReplicaLost,
+    SessionError,
+    SessionTimeout,
+    Unavailable,
+)
+from deployments.messages import Mode
+from tests.deployments.in_process import (
+    LARGE,
+    MAX_MODEL_LEN,
+    PREFILL,
+    REPLICAS,
+    SMALL,
+    WAIT_S,
+    Answer,
+    InProcess,
+    config,
+    in_process,
+    until,
+)
+
+Launch = Callable[..., Any]
+LENGTH, STOP, ERROR = FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR
+ONE_SEAT = {"max_num_seqs": 1}
+_random = random.Random(5)
+
+
+def prompt(tokens: int) -> list[int]:
+    """A prompt that was not there before."""
+    return [_random.randint(100, 40_000) for _ in range(tokens)]
+
+
+@pytest.fixture
+async def launch(no_leaks: None) -> AsyncIterator[Launch]:
+    """`launch(config, replica_ids)`: a control plane, ended with the test; no task may outlive it."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def launch(*args: Any) -> InProcess:
+            return await stack.enter_async_context(in_process(*args))
+
+        yield launch
+
+    async def alone() -> bool:
+        return asyncio.all_tasks() == {asyncio.current_task()}
+
+    await until(alone)
+
+
+@pytest.fixture
+async def cluster(launch: Launch) -> InProcess:
+    made: InProcess = await launch(config())
+    return made
+
+
+def assert_failed(answer: Answer, error: type[SessionError]) -> None:
+    assert answer.reason is ERROR
+    assert type(answer.context.error) is error, answer.context.error
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 3, 4, 5, 16, 63, 64, 65, 200])
+async def test_a_split_answer_is_the_local_answer(cluster: InProcess, prompt_tokens: int) -> None:
+    asked = prompt(prompt_tokens)
+    for max_tokens in (2, 3, 17):
+        split = await cluster.answer(asked, max_tokens=max_tokens)
+        assert split.context.modes == {Mode.DISAGGREGATED}
+        assert split.tokens == await cluster.local(asked, max_tokens=max_tokens)
+        assert (len(split.tokens), split.reason) == (max_tokens, LENGTH)
+    await cluster.settle()
+    received = await cluster.replicas[LARGE].counters(), await cluster.replicas[SMALL].counters()
+    assert sum(each["loaded_tokens"] for each in received) == 3 * prompt_tokens
+
+
+async def test_many_at_once_identical_prompts_among_them(cluster: InProcess) -> None:
+    prompts = [prompt(1 + n * 3) for n in range(24)]
+    prompts += [prompts[20]] * 4 + [prompts[3]] * 4
+    answers = [await cluster.ask(each, max_tokens=2 + n % 12) for n, each in enumerate(prompts)]
+    for answer in answers:
+        await answer.over()
+    for number, (each, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert answer.tokens == await cluster.local(each, max_tokens=2 + number % 12)
+        assert answer.context.modes == {Mode.DISAGGREGATED}
+    await cluster.settle()
+    closed = (await cluster.manager.status())["sessions"]["closed"]
+    assert closed["length"] == 2 * len(prompts)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 30])
+async def test_max_tokens_is_exact(cluster: InProcess, max_tokens: int) -> None:
+    asked = prompt(13)
+    whole = await cluster.local(asked, max_tokens=30)
+    answer = await cluster.answer(asked, max_tokens=max_tokens)
+    assert answer.tokens == whole[:max_tokens]
+    assert [output.finish_reason for output in answer.outputs] == [None] * (max_tokens - 1) + [LENGTH]
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 9])
+async def test_a_stop_token_ends_the_answer_wherever_it_is(cluster: InProcess, place: int) -> None:
+    asked = prompt(22)
+    whole = await cluster.local(asked, max_tokens=20)
+    stopped = await cluster.answer(asked, max_tokens=20, stop_token_ids=[whole[place]])
+    assert stopped.context.modes == {Mode.DISAGGREGATED}
+    assert stopped.tokens == whole[: whole.index(whole[place]) + 1]
+    assert (stopped.reason, stopped.stop_reason) == (STOP, whole[place])
+    assert [output.stop_reason for output in stopped.outputs[:-1]] == [None] * place
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("place", [0, 1, 2, 7])
+async def test_min_tokens_counts_the_first_token(cluster: InProcess, place: int, more: int) -> None:
+    """A stop token that comes right after `min_tokens` ends the answer; one token earlier it is masked."""
+    asked = prompt(9)
+    whole = await cluster.local(asked, max_tokens=12)
+    limits = {"max_tokens": 12, "min_tokens": place + more, "stop_token_ids": [whole[place]]}
+    split = await cluster.answer(asked, **limits)
+    assert split.context.modes == {Mode.DISAGGREGATED}
+    assert split.tokens == await cluster.local(asked, **limits)
+    if more:
+        assert split.tokens[: place + 1] == [*whole[:place], whole[place] + 1], "what the mock samples instead"
+        assert (len(split.tokens), split.reason) == (12, LENGTH)
+    else:
+        assert (split.tokens, split.reason) == (whole[: place + 1], STOP)
+    await cluster.settle()
+
+
+async def test_decode_that_answers_before_prefill_is_heard_is_held_back(cluster: InProcess) -> None:
+    """Prefill's outputs go through a relay that is slower than the whole answer."""
+    relay = zmq.asyncio.Context()
+    inbox = relay.socket(zmq.PULL)
+    cluster.pools["prefill"].reply_to = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}"
+    asked = prompt(10)
+    answer = await cluster.ask(asked, max_tokens=5)
+    late = await asyncio.wait_for(inbox.recv_multipart(), WAIT_S)
+
+    async def decode_is_done() -> bool:
+        counters = await cluster.replicas[SMALL].counters(), await cluster.replicas[LARGE].counters()
+        return sum(each["generated_tokens"] for each in counters) == 4
+
+    await until(decode_is_done)
+    assert not answer.outputs
+    out = relay.socket(zmq.PUSH)
+    out.connect(cluster.pools["prefill"].tasks[0].reply_to)
+    out.send_multipart(late)
+    await answer.over()
+    assert len(answer.tokens) == 5
+    cluster.pools["prefill"].reply_to = None
+    assert answer.tokens == await cluster.local(asked, max_tokens=5)
+    relay.destroy(0)
+    await cluster.settle()
+
+
+# ---- modes and rules
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode", "rule"),
+    [
+        ({}, Mode.DISAGGREGATED, ""),
+        ({"temperature": 0.7}, Mode.DISAGGREGATED, ""),
+        ({"seed": 3}, Mode.DISAGGREGATED, ""),
+        ({"repetition_penalty": 1.2, "min_tokens": 2, "logprobs": 2}, Mode.DISAGGREGATED, ""),
+        ({"max_tokens": 1}, Mode.PREFILL_LOCAL, "one_token"),
+        ({"max_tokens": 1, "seed": 3, "temperature": 1.0}, Mode.PREFILL_LOCAL, "one_token"),
+        ({"seed": 3, "temperature": 0.7}, Mode.DECODE_LOCAL, "seeded_sampling"),
+        ({"prompt_logprobs": 1}, Mode.DECODE_LOCAL, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, Mode.DECODE_LOCAL, "prompt_logprobs"),
+        ({"presence_penalty": 0.1}, Mode.DECODE_LOCAL, "output_penalties"),
+        ({"frequency_penalty": -0.1}, Mode.DECODE_LOCAL, "output_penalties"),
+        ({"bad_words": ["never"]}, Mode.DECODE_LOCAL, "bad_words"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, Mode.DECODE_LOCAL, "structured_output"),
+        ({"thinking_token_budget": 9}, Mode.DECODE_LOCAL, "stateful_logits"),
+    ],
+)
+async def test_modes_and_rules_are_noted(cluster: InProcess, sampling: dict[str, Any], mode: Mode, rule: str) -> None:
+    answer = await cluster.answer(prompt(12), **{"max_tokens": 6, **sampling})
+    assert answer.context.modes == {mode}
+    assert answer.context.rules == ({rule} if rule else set())
+    assert answer.context.error is None
+    assert (len(answer.tokens), answer.reason) == ({"max_tokens": 6, **sampling}["max_tokens"], LENGTH)
+    await cluster.settle()
+
+
+async def test_a_short_prompt_is_not_worth_splitting(launch: Launch) -> None:
+    cluster = await launch(config(split_min_prompt_tokens=10))
+    short, enough = await cluster.answer(prompt(9), max_tokens=4), await cluster.answer(prompt(10), max_tokens=4)
+    assert (short.context.modes, enough.context.modes) == ({Mode.DECODE_LOCAL}, {Mode.DISAGGREGATED})
+    assert short.context.rules == set()
+    await cluster.settle()
+
+
+async def test_the_prefill_replica_answers_while_no_decode_replica_is_up(launch: Launch) -> None:
+    cluster = await launch(config(), [PREFILL])
+    asked = prompt(21)
+    alone = await cluster.answer(asked, max_tokens=9)
+    assert alone.context.modes == {Mode.PREFILL_LOCAL}
+    await cluster.start(SMALL, LARGE)
+    assert alone.tokens == await cluster.local(asked, max_tokens=9)
+    assert (await cluster.answer(asked, max_tokens=9)).context.modes == {Mode.DISAGGREGATED}
+    await cluster.settle()
+
+
+# ---- aborts
+
+
+async def test_aborting_in_the_queue(launch: Launch) -> None:
+    cluster = await launch(config(ONE_SEAT))
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.clear()
+    asked = [prompt(8) for _ in range(3)]
+    first, second = [await cluster.ask(each, max_tokens=5) for each in asked[:2]]
+    await cluster.placed(first)
+    await cluster.placed(second)
+    third = await cluster.ask(asked[2], max_tokens=5)
+    await cluster.queued(1)
+    await cluster.core.abort_requests_async([third.request_id])
+    await cluster.queued(0)
+    assert set(await cluster.placements()) == {first.request_id, second.request_id}
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.set()
+    for each, answer in zip(asked, (first, second), strict=False):
+        await answer.over()
+        assert answer.tokens == await cluster.local(each, max_tokens=5)
+    assert not third.outputs
+    await cluster.settle()
+
+
+async def test_aborting_before_the_session_begins(cluster: InProcess) -> None:
+    answer = await cluster.ask(prompt(8), max_tokens=5)
+    await cluster.core.abort_requests_async([answer.request_id, "nobody"])
+    await cluster.settle()
+    assert not answer.outputs
+
+
+async def test_aborting_while_it_is_prefilled(cluster: InProcess) -> None:
+    """The session is closed at once; the engine gives its blocks back when its step is over."""
+    cluster.engines[PREFILL].go.clear()
+    answer = await cluster.ask(prompt(200), max_tokens=5)
+    await cluster.stopped(PREFILL)
+    await cluster.core.abort_requests_async([answer.request_id])
+    await cluster.closed()
+    cluster.engines[PREFILL].go.set()
+    await cluster.settle()
+    assert not answer.outputs
+
+
+async def test_aborting_at_the_handoff_holds_the_blocks_until_no_write_is_under_way(cluster: InProcess) -> None:
+    cluster.planes[PREFILL].shut = True
+    answer = await (await cluster.ask(prompt(200), max_tokens=5)).has(1)
+    placed = await cluster.placed(answer)
+    await cluster.core.abort_requests_async([answer.request_id])
+    await cluster.closed()
+    assert cluster.planes[PREFILL].writes
+    for held in (PREFILL, placed["decode"]):
+        assert cluster.engines[held].used_blocks >= 50, "a write could still touch them"
+    cluster.planes[PREFILL].shut = False
+    await cluster.settle()
+    assert len(answer.tokens) == 1
+
+
+async def test_aborting_while_it_decodes(cluster: InProcess) -> None:
+    answer = await (await cluster.ask(prompt(20), max_tokens=400)).has(3)
+    await cluster.core.abort_requests_async([answer.request_id])
+    await cluster.core.abort_requests_async([answer.request_id])
+    await cluster.settle()
+    assert answer.reason is None
+    assert len(answer.tokens) < 400
+
+
+async def test_aborts_at_any_moment_leave_nothing(cluster: InProcess) -> None:
+    """Some of a crowd go, each after another number of turns of the event loop; the others get their answers."""
+    prompts = [prompt(5 + 9 * n % 70) for n in range(24)]
+    answers = [await cluster.ask(each, max_tokens=20) for each in prompts]
+    for number, answer in enumerate(answers):
+        if number % 3:
+            for _ in range(_random.randrange(40)):
+                await asyncio.sleep(0)
+            await cluster.core.abort_requests_async([answer.request_id])
+    for each, answer in list(zip(prompts, answers, strict=True))[::3]:
+        await answer.over()
+        assert answer.tokens == await cluster.local(each, max_tokens=20)
+    await cluster.settle()
+
+
+# ---- refusals
+
+
+async def test_what_can_never_fit(cluster: InProcess) -> None:
+    answer = await cluster.answer(prompt(MAX_MODEL_LEN // 2), max_tokens=MAX_MODEL_LEN)
+    assert_failed(answer, NeverFits)
+    assert f"the request needs {MAX_MODEL_LEN * 3 // 2} tokens" in str(answer.context.error)
+    assert not answer.tokens
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("placement", [{"queue_timeout_s": 0.05}, {"max_queued_requests": 0}])
+async def test_no_capacity_in_time(launch: Launch, placement: dict[str, Any]) -> None:
+    cluster = await launch(config(ONE_SEAT, **placement))
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.clear()
+    answers = []
+    for _ in range(2):
+        answers.append(await cluster.ask(prompt(8), max_tokens=5))
+        await cluster.placed(answers[-1])
+    late = await cluster.answer(prompt(8), max_tokens=5)
+    assert_failed(late, Overloaded)
+    assert isinstance(late.context.error, Overloaded)
+    assert late.context.error.retry_after_s > 0
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.set()
+    for answer in answers:
+        assert (await answer.over()).reason is LENGTH
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("up", [[], [PREFILL]])
+async def test_no_replica_is_up(launch: Launch, monkeypatch: pytest.MonkeyPatch, up: list[str]) -> None:
+    """Every rule of today allows the prefill replica as the last resort; one that does not has to be made up."""
+    if up:
+        modes = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL)
+        monkeypatch.setattr(cluster_core, "split_rule", lambda traits: (modes, "made_up"))
+    cluster = await launch(config(queue_timeout_s=0.05), up)
+    answer = await cluster.answer(prompt(8), max_tokens=5)
+    assert_failed(answer, Unavailable)
+    assert answer.context.modes == set()
+    await cluster.settle()
+
+
+async def test_a_session_manager_that_cannot_be_reached(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unreachable(*args: Any) -> None:
+        raise Unavailable("it is being restarted")
+
+    monkeypatch.setattr(cluster.manager, "open", unreachable)
+    assert_failed(await cluster.answer(prompt(8), max_tokens=5), Unavailable)
+    monkeypatch.undo()
+    monkeypatch.setattr(cluster.manager, "prefill_done", unreachable)
+    assert (await cluster.answer(prompt(8), max_tokens=5)).reason is LENGTH
+    await cluster.settle()
+
+
+async def test_what_nobody_foresaw_is_an_error_and_no_silence(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*args: Any) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(cluster.manager, "open", broken)
+    assert_failed(await cluster.answer(prompt(8), max_tokens=5), SessionError)
+    monkeypatch.undo()
+    cluster.pools["prefill"].error = ValueError("another")
+    assert_failed(await cluster.answer(prompt(8), max_tokens=5), SessionError)
+    cluster.pools["prefill"].error = None
+    assert (await cluster.answer(prompt(8), max_tokens=5)).reason is LENGTH
+    await cluster.settle()
+
+
+# ---- failures
+
+
+async def test_a_decode_engine_that_dies_takes_its_own_sessions_only(cluster: InProcess) -> None:
+    prompts = [prompt(8 + n) for n in range(6)]
+    answers = [await cluster.ask(each, max_tokens=200) for each in prompts]
+    for answer in answers:
+        await answer.has(3)
+    owners = {request_id: placed["decode"] for request_id, placed in (await cluster.placements()).items()}
+    assert set(owners.values()) == {SMALL, LARGE}
+    await cluster.kill(SMALL)
+    for each, answer in zip(prompts, answers, strict=True):
+        await answer.over()
+        if owners[answer.request_id] == SMALL:
+            assert_failed(answer, ReplicaLost)
+            assert 3 <= len(answer.tokens) < 200
+        else:
+            assert answer.context.error is None
+            assert answer.tokens == await cluster.local(each, max_tokens=200)
+    await cluster.settle(dead=[SMALL])
+
+
+async def test_nothing_is_placed_on_a_replica_whose_engine_has_died(cluster: InProcess) -> None:
+    await cluster.kill(SMALL)
+
+    async def is_known() -> bool:
+        return not (await cluster.manager.ready())["pools"]["decode-small"]["ready"]
+
+    await until(is_known)
+    for _ in range(8):
+        answer = await cluster.answer(prompt(8), max_tokens=3)
+        assert (answer.reason, answer.context.modes) == (LENGTH, {Mode.DISAGGREGATED})
+    await cluster.settle(dead=[SMALL])
+
+
+async def test_one_role_after_the_other_dies(launch: Launch) -> None:
+    cluster = await launch(config(queue_timeout_s=0.2))
+    asked = prompt(30)
+    expected = await cluster.local(asked, max_tokens=6)
+
+    async def served(mode: Mode) -> bool:
+        answer = await cluster.answer(asked, max_tokens=6)
+        assert answer.reason is ERROR or answer.tokens == expected
+        return answer.context.modes == {mode}
+
+    await cluster.kill(PREFILL)
+    await until(lambda: served(Mode.DECODE_LOCAL))
+    await cluster.settle(dead=[PREFILL])
+    for replica_id in (SMALL, LARGE):
+        await cluster.kill(replica_id)
+
+    async def unavailable() -> bool:
+        return type((await cluster.answer(asked, max_tokens=6)).context.error) is Unavailable
+
+    await until(unavailable)
+    await cluster.settle(dead=REPLICAS)
+
+
+async def test_a_prefill_engine_that_dies_before_the_first_token(cluster: InProcess) -> None:
+    cluster.engines[PREFILL].go.clear()
+    answer = await cluster.ask(prompt(100), max_tokens=5)
+    await cluster.stopped(PREFILL)
+    await cluster.kill(PREFILL)
+    await answer.over()
+    assert answer.reason is ERROR
+    assert isinstance(answer.context.error, (ReplicaLost, HandoffFailed)), "whichever is noticed first"
+    assert not answer.tokens
+    await cluster.settle(dead=[PREFILL])
+
+
+async def test_a_prefill_engine_that_dies_in_the_midst_of_the_handoff(cluster: InProcess) -> None:
+    """The client has the first token; the KV never arrives."""
+    local = await cluster.ask(prompt(10), max_tokens=300, temperature=1.0, seed=0)
+    await local.has(1)
+    cluster.planes[PREFILL].shut = True
+    answer = await (await cluster.ask(prompt(100), max_tokens=5)).has(1)
+    cluster.planes[PREFILL].broken = True
+    await cluster.kill(PREFILL)
+    await answer.over()
+    assert_failed(answer, HandoffFailed)
+    assert len(answer.tokens) == 1
+    assert (await local.over()).reason is LENGTH
+    assert len(local.tokens) == 300
+    await cluster.settle(dead=[PREFILL])
+
+
+async def test_writes_that_fail_fail_the_session_and_not_the_replica(cluster: InProcess) -> None:
+    cluster.planes[PREFILL].broken = True
+    assert_failed(await cluster.answer(prompt(40), max_tokens=5), HandoffFailed)
+    cluster.planes[PREFILL].broken = False
+    assert (await cluster.answer(prompt(40), max_tokens=5)).reason is LENGTH
+    await cluster.settle()
+
+
+async def test_a_replica_that_is_not_there(cluster: InProcess) -> None:
+    gone = {replica_id: cluster.replicas.pop(replica_id) for replica_id in (SMALL, LARGE)}
+    answer = await cluster.answer(prompt(40), max_tokens=5)
+    cluster.replicas.update(gone)
+    assert_failed(answer, ReplicaLost)
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("where", [PREFILL, "decode"])
+async def test_a_session_that_takes_too_long(launch: Launch, where: str) -> None:
+    cluster = await launch(config(session_timeout_s=0.3))
+    stuck = [PREFILL] if where == PREFILL else [SMALL, LARGE]
+    for replica_id in stuck:
+        cluster.engines[replica_id].go.clear()
+    answer = await cluster.answer(prompt(40), max_tokens=5)
+    assert_failed(answer, SessionTimeout)
+    assert len(answer.tokens) == (where != PREFILL)
+    await cluster.closed()
+    for replica_id in stuck:
+        cluster.engines[replica_id].go.set()
+    await cluster.settle()
+
+
+async def test_a_session_that_waits_too_long_for_its_place(launch: Launch) -> None:
+    cluster = await launch(config(session_timeout_s=0.1), [])
+    assert_failed(await cluster.answer(prompt(40), max_tokens=5), SessionTimeout)
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+async def test_outputs_that_never_arrive(cluster: InProcess, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_core, "OUTPUT_GRACE_S", 0.05)
+    lost = [port for name, port in cluster.pools.items() if name.startswith(pool)]
+    for port in lost:
+        port.reply_to = "tcp://127.0.0.1:9"
+    answer = await cluster.answer(prompt(20), max_tokens=5)
+    assert_failed(answer, ReplicaLost)
+    assert str(answer.context.error) == "the last outputs did not arrive"
+    assert len(answer.tokens) == (pool == "decode")
+    for port in lost:
+        port.reply_to = None
+    assert (await cluster.answer(prompt(20), max_tokens=5)).reason is LENGTH
+    await cluster.settle()
+
+
+async def test_the_ingress_shuts_down_with_sessions_open(launch: Launch) -> None:
+    """The replicas hear of it and give everything back."""
+    cluster = await launch(config())
+    answers = [await cluster.ask(prompt(8), max_tokens=400) for _ in range(3)]
+    for answer in answers:
+        await answer.has(2)
+    cluster.core.shutdown()
+    await cluster.settle()
+
+
+# ---- what else arrives at the ingress
+
+
+def forged(request_id: str, **fields: Any) -> bytes:
+    outputs = [EngineCoreOutput(request_id, [1, 2, 3], **fields)]
+    return msgspec.msgpack.encode(EngineCoreOutputs(outputs=outputs))
+
+
+GARBAGE: dict[str, list[bytes]] = {
+    "only a name": [b"decode-small-0"],
+    "nothing": [b"", b""],
+    "a name that is no text": [b"\xff\xfe", b"\x00"],
+    "no msgpack": [b"decode-small-0", b"\xc1\xc1"],
+    "another message": [b"decode-small-0", msgspec.msgpack.encode({"outputs": "all of them"})],
+    "cut off": [b"decode-small-0", forged("request-0")[:-1]],
+    "an unknown extension": [b"d", forged("x", kv_transfer_params={"a": msgspec.msgpack.Ext(99, b"x")})],
+    "a pickle": [b"d", forged("x", kv_transfer_params={"a": msgspec.msgpack.Ext(1, b"x")})],
+    "a tensor of no known type": [
+        b"d",
+        msgspec.msgpack.encode([0, [["x", [1], None, [["rubbish", [1], b"x"]] * 3 + [None]]]]),
+    ],
+    "a tensor that is not there": [
+        b"d",
+        msgspec.msgpack.encode([0, [["x", [1], None, [["int64", [1], 77]] * 3 + [None]]]]),
+    ],
+    "a finish reason that does not exist": [
+        b"d",
+        msgspec.msgpack.encode([0, [["request-0", [1], None, None, None, 77]]]),
+    ],
+}
+HARMLESS: dict[str, list[bytes]] = {
+    "an unknown request": [b"decode-small-0", forged("nobody", finish_reason=STOP)],
+    "another replica's request": [b"stranger", forged("request-0", finish_reason=STOP)],
+}
+
+
+async def test_garbage_is_dropped_and_harmless(cluster: InProcess, caplog: pytest.LogCaptureFixture) -> None:
+    asked = prompt(20)
+    answer = await (await cluster.ask(asked, max_tokens=200)).has(2)
+    noise = random.Random(1)
+    with caplog.at_level(logging.WARNING, "baton.core"), zmq.Context() as context:
+        socket = context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(cluster.pools["prefill"].tasks[0].reply_to)
+        rubbish = [*GARBAGE.values(), *([b"d", b"\xc1" + noise.randbytes(n)] for n in range(20))]
+        for frames in [*HARMLESS.values(), *rubbish]:
+            socket.send_multipart(frames)
+
+        async def all_were_dropped() -> bool:
+            return Counter(record.msg[:17] for record in caplog.records)["dropped a message"] >= len(rubbish)
+
+        await until(all_were_dropped)
+        socket.close(0)
+    await answer.over()
+    assert answer.tokens == await cluster.local(asked, max_tokens=200)
+    assert answer.context.error is None
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_each_kind_of_garbage_alone(cluster: InProcess, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In a burst one kind could hide behind another."""
+    first = await cluster.answer(prompt(5), max_tokens=2)
+    with caplog.at_level(logging.WARNING, "baton.core"), zmq.Context() as context:
+        socket = context.socket(zmq.PUSH)
+        socket.connect(cluster.pools["prefill"].tasks[0].reply_to)
+        socket.send_multipart(GARBAGE[name])
+
+        async def was_dropped() -> bool:
+            return any("dropped a message" in record.message for record in caplog.records)
+
+        await until(was_dropped)
+        socket.close(0)
+    assert (await cluster.answer(prompt(5), max_tokens=2)).reason is first.reason is LENGTH
+    await cluster.settle()

@@ -76,6 +76,10 @@ class Channel:
         """Decode: the request ended before its blocks were offered; prefill need not wait for an offer."""
         self._do(lambda: self._decode.withdraw(key, endpoint, reason))
 
+    def is_answered(self, key: Key) -> bool:
+        """Prefill: decode has offered its blocks, or said that it will not."""
+        return self._prefill.is_answered(key)
+
     def begin_step(self, chunks: list[Chunk]) -> None:
         """Prefill: this step computes these chunks."""
         self._chunks = tuple(chunks)
@@ -117,7 +121,7 @@ class Channel:
         return self._outbox.take()
 
     def wait_news(self, timeout_s: float) -> None:
-        """Wait until there are results to take, or the channel has died."""
+        """Wait until there are results to take, an offer has come, or the channel has died."""
         self._outbox.wait(timeout_s)
 
     def counters(self) -> dict[str, float]:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 ABORTED = "the request was aborted"
 PREEMPTION_WAIT_S = 30.0
+OFFER_WAIT_S = 0.25  # a decode engine in a long step offers late; prefill then begins, and catches up
 REST_S = 0.01  # also the longest that a new request waits for an engine which only waits for handoffs
 
 
@@ -116,6 +117,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._tokens = TokenSender(Seal(self._extra["secret"]))
             self._pending = StepMetadata()
             self._prefills: dict[str, Request] = {}
+            self._offer_due: dict[str, float] = {}
             self._awaiting: dict[str, Request] = {}
             self._offered: set[str] = set()
         else:
@@ -127,16 +129,28 @@ class BatonConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         part = _part(request)
-        if part is None or part.role != "decode" or request.request_id in self._offered:
+        if part is None:
+            return 0, False
+        if part.role == "prefill":
+            return (None if self._awaits_offer(request, part.key) else 0), False
+        if request.request_id in self._offered:
             return 0, False  # a request that was preempted after its handoff is recomputed here
         missing = request.num_prompt_tokens - num_computed_tokens
         return (missing, True) if missing > 0 else (0, False)
+
+    def _awaits_offer(self, request: Request, key: Key) -> bool:
+        """Decode allocates before prefill computes. Other requests go ahead meanwhile, and no step waits."""
+        channel = _channel_of_this_process()
+        if channel is None or channel.is_answered(key):
+            return False
+        return time.monotonic() < self._offer_due.setdefault(request.request_id, time.monotonic() + OFFER_WAIT_S)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         part = _part(request)
         if part is None:
             return
         if part.role == "prefill":
+            self._offer_due.pop(request.request_id, None)
             self._prefills[request.request_id] = request
         elif num_external_tokens:
             first = (request.num_prompt_tokens - num_external_tokens) // self._block_size
@@ -184,6 +198,7 @@ class BatonConnector(KVConnectorBase_V1):
             return False, None
         if part.role == "prefill":
             self._prefills.pop(request.request_id, None)
+            self._offer_due.pop(request.request_id, None)
             done = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
             if done:
                 token = FirstToken(*part.key, request.output_token_ids[0])

@@ -1,6 +1,6 @@
 """The prefill worker's handoffs: writes what is computed into what is offered, and answers for it.
 
-Runs in the channel's thread alone.
+Runs in the channel's thread alone, but for `is_answered`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class PrefillSide:
             effects = writing.machine.saved(layer, chunk.computed, chunk.prompt, chunk.blocks)
             self._carry_out(chunk.key, effects)
 
+    def is_answered(self, key: Key) -> bool:
+        """Decode has offered its blocks, or the handoff is over already. For any thread."""
+        writing = self._writing.get(key)
+        return key in self._gone if writing is None else writing.peer is not None
+
     def ended(self, key: Key, request_id: str, ok: bool) -> None:
         writing = self._writer(key)
         writing.request_id = request_id
@@ -125,12 +130,14 @@ class PrefillSide:
             writing = self._writer(key)
             writing.peer, writing.agent = sender, agent
             writing.deadline = time.monotonic() + min(offer.timeout_s, self._timeout_s)
+            self._outbox.alarm()
             self._carry_out(key, writing.machine.offered(offer.first_block, offer.blocks))
 
     def cancelled(self, sender: bytes, key: Key, reason: str) -> None:
         writing = self._writing.get(key)
         if writing is None:
             remember(self._gone, key, reason)
+            self._outbox.alarm()
             self._endpoint.send(sender, control.Failed(*key, reason))
             return
         writing.peer = sender

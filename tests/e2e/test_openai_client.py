@@ -13,7 +13,12 @@ from tests.e2e.cluster import Cluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 PARIS = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
@@ -85,13 +90,14 @@ async def test_a_json_schema_is_obeyed(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_named_tool_is_called(client: openai.AsyncOpenAI) -> None:
-    tool = {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": CITY}}
+    function = {"name": "weather", "description": "Weather", "parameters": CITY, "strict": True}
+    tool = {"type": "function", "function": function}
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "What is the weather in Paris?"}],
         tools=[tool],
         tool_choice={"type": "function", "function": {"name": "weather"}},
-        max_tokens=48,
+        max_tokens=160,
         temperature=0,
     )
     calls = answer.choices[0].message.tool_calls

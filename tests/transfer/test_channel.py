@@ -35,6 +35,19 @@ def assert_copied(prefill: Any, decode: Any) -> None:
     assert not decode.memory[:, :, others].any()
 
 
+def test_prefill_knows_that_decode_has_offered_or_will_not(prefill: Any, decode: Any) -> None:
+    assert not prefill.channel.is_answered(KEY)
+    offer(decode, prefill)
+    prefill.until(lambda: prefill.channel.is_answered(KEY))
+    other = ("other", 1)
+    decode.channel.withdraw(other, prefill.channel.address, "aborted")
+    prefill.until(lambda: prefill.channel.is_answered(other))
+    decode.channel.cancel(KEY, "aborted")
+    prefill.until(lambda: not prefill.counter("open_writing"))
+    assert prefill.channel.is_answered(KEY)
+    assert decode.wait("broken", "d") == "aborted"
+
+
 ORDERS = ["offer first", "offer between chunks", "offer last", "offer after the end"]
 
 

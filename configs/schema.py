@@ -100,14 +100,31 @@ class PoolConfig(Section):
         return self
 
 
+class PacingConfig(Section):
+    """What a prefill worker may have under way at once. A write over a limit goes alone."""
+
+    peer_bytes: int = Field(64 * 1024 * 1024, gt=0, description="Bytes outstanding to one decode worker.")
+    peer_descriptors: int = Field(8192, gt=0, description="Blocks of a layer outstanding to one decode worker.")
+    device_bytes: int = Field(256 * 1024 * 1024, gt=0, description="Bytes outstanding over all peers.")
+    device_descriptors: int = Field(32768, gt=0, description="Blocks of a layer outstanding over all peers.")
+    bytes_per_s: float | None = Field(None, gt=0, description="The most that one worker sends; none: no limit.")
+
+
 class ChannelConfig(Section):
     """How KV blocks move from prefill to decode memory."""
 
-    kind: Literal["nixl", "in_process"] = "nixl"
+    kind: Literal["nixl", "vllm", "in_process"] = Field(
+        "nixl", description="`nixl`: ours. `vllm`: vLLM's own NIXL connector, where ours does not carry the layout."
+    )
     backend: Literal["UCX"] = "UCX"
     transports: str | None = Field(
         None, description="UCX_TLS of the workers, for example `rc,cuda_copy,cuda_ipc`; none: UCX decides."
     )
+    net_devices: str | None = Field(
+        None,
+        description="UCX_NET_DEVICES of the workers, for example `mlx5_0:1`; none: UCX decides. One pool's own: `env`.",
+    )
+    pacing: PacingConfig = PacingConfig()
     handoff_timeout_s: float = Field(
         60.0, gt=0, description="From the offer of decode blocks until their KV must have landed."
     )
@@ -172,13 +189,16 @@ class BatonConfig(Section):
         vllm = {name: engine for name, engine in engines.items() if isinstance(engine, VllmEngineConfig)}
         for name, engine in vllm.items():
             _check_vllm(name, engine, self.model.max_model_len)
-        for attribute, values in (
-            ("engine.tensor_parallel_size", {name: engine.tensor_parallel_size for name, engine in vllm.items()}),
-            (
-                "engine.engine_args.kv_cache_dtype",
-                {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()},
-            ),
-        ):
+        if self.channel.kind == "vllm" and vllm.keys() != engines.keys():
+            raise ValueError(
+                "channel.kind vllm is vLLM's own connector: every pool's engine.kind must be vllm, not mock"
+            )
+        dtypes = {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()}
+        alike: dict[str, dict[str, Any]] = {"engine.engine_args.kv_cache_dtype": dtypes}
+        if self.channel.kind != "vllm":
+            sizes = {name: engine.tensor_parallel_size for name, engine in vllm.items()}
+            alike["engine.tensor_parallel_size"] = sizes
+        for attribute, values in alike.items():
             if len(set(values.values())) > 1:
                 raise ValueError(f"{attribute} must be the same in every pool to exchange KV, not {values}")
         return self

@@ -7,6 +7,7 @@ The engine's thread only appends to a queue and takes results, so a step never w
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -19,12 +20,14 @@ from transfer.decode_side import DecodeSide
 from transfer.endpoint import Endpoint, Incoming, PeerGone
 from transfer.layout import KVLayout
 from transfer.outbox import Key, Outbox, Results, Trace
+from transfer.pacing import Limits
 from transfer.plane import Plane
 from transfer.prefill_side import Chunk, PrefillSide, Ready
 
 logger = logging.getLogger("baton.transfer")
 
 CLOSE_TIMEOUT_S = 5.0
+EXPECTING_MS = 2
 
 
 class ChannelError(Exception):
@@ -42,6 +45,7 @@ class Channel:
         host: str,
         timeout_s: float,
         trace: Trace | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._plane = plane
         self._trace: Trace = trace or (lambda event, **fields: None)
@@ -53,7 +57,9 @@ class Channel:
         self._commands: deque[Callable[[], None]] = deque()
         self._outbox = Outbox()
         self._decode = DecodeSide(plane, layout, self._endpoint, self._outbox, timeout_s, self._trace)
-        self._prefill = PrefillSide(plane, layout, self._endpoint, self._outbox, timeout_s, self._trace)
+        self._prefill = PrefillSide(
+            plane, layout, self._endpoint, self._outbox, timeout_s, self._trace, limits or Limits()
+        )
         self._chunks: tuple[Chunk, ...] = ()
         self._closing = False
         self._error: BaseException | None = None
@@ -62,23 +68,34 @@ class Channel:
 
     # ---- called by the engine's thread
 
+    def meet(self, prefills: list[list[str]]) -> None:
+        """Decode: the prefill replicas that there are, each the endpoints of its workers by rank.
+
+        New ones are connected to, so that the first request need not; those that are no more are let go.
+        """
+        self._do(lambda: self._decode.meet(prefills))
+
+    def keep(self, decodes: list[list[str]]) -> None:
+        """Prefill: the decode replicas that there are. Those that were and are no more are forgotten."""
+        self._do(lambda: self._prefill.keep(decodes))
+
     def offer(
-        self, key: Key, request_id: str, endpoint: str, first_block: int, blocks: list[int], needs_token: bool
+        self, key: Key, request_id: str, peers: list[str], first_block: int, blocks: list[int], needs_token: bool
     ) -> None:
-        """Decode: offer `blocks` to the prefill worker at `endpoint` for the prompt's blocks from `first_block`."""
-        self._do(lambda: self._decode.offer(key, request_id, endpoint, first_block, blocks, needs_token))
+        """Decode: offer `blocks` to the prefill workers at `peers` for the prompt's blocks from `first_block`."""
+        self._do(lambda: self._decode.offer(key, request_id, peers, first_block, blocks, needs_token))
 
     def cancel(self, key: Key, reason: str) -> None:
         """Decode: the request is over; its result comes once the peer writes no more."""
         self._do(lambda: self._decode.cancel(key, reason))
 
-    def withdraw(self, key: Key, endpoint: str, reason: str) -> None:
+    def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
         """Decode: the request ended before its blocks were offered; prefill need not wait for an offer."""
-        self._do(lambda: self._decode.withdraw(key, endpoint, reason))
+        self._do(lambda: self._decode.withdraw(key, peers, reason))
 
-    def is_answered(self, key: Key) -> bool:
-        """Prefill: decode has offered its blocks, or said that it will not."""
-        return self._prefill.is_answered(key)
+    def is_answered(self, key: Key, peers: int = 1) -> bool:
+        """Prefill: all of decode's `peers` workers that concern us have offered their blocks, or will not."""
+        return self._prefill.is_answered(key, peers)
 
     def begin_step(self, chunks: list[Chunk]) -> None:
         """Prefill: this step computes these chunks."""
@@ -97,9 +114,12 @@ class Channel:
             self._trace("forward_end", session=chunk.key[0], computed=chunk.computed)
         self._chunks = ()
 
-    def ended(self, key: Key, request_id: str, ok: bool) -> None:
-        """Prefill: the engine is done with the request; `Results.released` names it when its blocks are free."""
-        self._do(lambda: self._prefill.ended(key, request_id, ok))
+    def ended(self, key: Key, request_id: str, ok: bool, peers: int = 1) -> None:
+        """Prefill: the engine is done with the request; `Results.released` names it when its blocks are free.
+
+        `peers`: workers of the decode replica.
+        """
+        self._do(lambda: self._prefill.ended(key, request_id, ok, peers))
 
     def wait_quiet(self, keys: list[Key], timeout_s: float) -> bool:
         """Prefill: these were preempted. Wait until no write reads their blocks, soon to be overwritten."""
@@ -120,9 +140,14 @@ class Channel:
             raise ChannelError("the KV channel's thread died") from self._error
         return self._outbox.take()
 
-    def wait_news(self, timeout_s: float) -> None:
-        """Wait until there are results to take, an offer has come, or the channel has died."""
-        self._outbox.wait(timeout_s)
+    @property
+    def has_news(self) -> bool:
+        """There are results to take, or an offer has come, or the channel has died, since the last `take_results`."""
+        return self._outbox.has_news
+
+    def on_news(self, call: Callable[[], None]) -> None:
+        """Call this, on the channel's thread, when there is news."""
+        self._outbox.on_news = call
 
     def counters(self) -> dict[str, float]:
         """Totals since the start, and what is open now."""
@@ -185,15 +210,17 @@ class Channel:
 
     def _wait_ms(self) -> int | None:
         """Poll while a transfer runs; while one is expected, drive the transport now and then; else sleep."""
-        if self._prefill.in_flight or self._commands:
+        now = time.monotonic()
+        if self._commands:
             return 0
-        if len(self._decode):
-            return 2
-        deadline = self._prefill.next_deadline
-        return None if deadline is None else max(1, int((deadline - time.monotonic()) * 1000))
+        wait_s = self._prefill.wait_s(now)
+        wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
+        if self._decode.is_expecting(now):
+            return EXPECTING_MS if wait_ms is None else min(wait_ms, EXPECTING_MS)
+        return wait_ms
 
     def _progress(self) -> None:
-        if len(self._decode):
+        if self._decode.is_expecting(time.monotonic()):
             self._plane.progress()
         self._prefill.progress()
         if self._prefill.in_flight:
@@ -211,14 +238,14 @@ class Channel:
                 self._prefill.hello(sender, message)
             case control.Offer() if isinstance(sender, bytes):
                 self._prefill.offered(sender, message)
-            case control.Cancel(session, epoch, reason) if isinstance(sender, bytes):
-                self._prefill.cancelled(sender, (session, epoch), reason)
+            case control.Cancel() if isinstance(sender, bytes):
+                self._prefill.cancelled(sender, message)
             case control.FirstToken(session, epoch, token):
                 self._decode.first_token((session, epoch), token)
-            case control.Landed(session, epoch):
-                self._decode.landed((session, epoch))
-            case control.Failed(session, epoch, reason):
-                self._decode.failed((session, epoch), reason)
+            case control.Landed(session, epoch) if isinstance(sender, str):
+                self._decode.landed((session, epoch), sender)
+            case control.Failed(session, epoch, reason) if isinstance(sender, str):
+                self._decode.failed((session, epoch), reason, sender)
             case control.Refused(reason) if isinstance(sender, str):
                 self._decode.refused(sender, reason)
             case _:

@@ -9,7 +9,7 @@ and `peers`: the control addresses of the other side's workers, by rank.
 
 from __future__ import annotations
 
-import hashlib
+import math
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -30,17 +30,21 @@ from vllm.v1.request import RequestStatus
 from transfer.blocks import blocks_for
 from transfer.channel import Channel
 from transfer.control import FirstToken, Seal
+from transfer.heads import head_range
 from transfer.layout import KVLayout
 from transfer.lifeline import die_with_parent
 from transfer.nixl_channel import NixlPlane
 from transfer.outbox import Key, Results
+from transfer.pacing import Limits
 from transfer.prefill_side import Chunk
+from transfer.rest import Rest
 from transfer.token_sender import TokenSender
 from transfer.trace import tracer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -49,7 +53,8 @@ if TYPE_CHECKING:
 ABORTED = "the request was aborted"
 PREEMPTION_WAIT_S = 30.0
 OFFER_WAIT_S = 0.25  # a decode engine in a long step offers late; prefill then begins, and catches up
-REST_S = 0.01  # also the longest that a new request waits for an engine which only waits for handoffs
+REST_S = 0.05  # the longest rest: a grammar that is being compiled is not announced
+BLIND_REST_S = 0.005  # with several workers the channels are in other processes, and their news unknown
 
 
 @dataclass(slots=True)
@@ -68,7 +73,7 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler side to the workers, once per step."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    ended: list[tuple[Key, str, bool]] = field(default_factory=list)
+    ended: list[tuple[Key, str, bool, int]] = field(default_factory=list)
     offers: list[Offering] = field(default_factory=list)
     cancels: list[tuple[Key, str]] = field(default_factory=list)
     withdrawals: list[tuple[Key, list[str]]] = field(default_factory=list)
@@ -110,11 +115,15 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         die_with_parent()
         if len(kv_cache_config.kv_cache_groups) > 1:
-            raise ValueError("this model has several KV cache groups, which Baton's channel does not carry")
+            raise ValueError(
+                "this model has several KV cache groups, which Baton's channel does not carry; "
+                "`channel: {kind: vllm}` may carry it"
+            )
         self._extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
         self._block_size: int = vllm_config.cache_config.block_size
         if role is KVConnectorRole.SCHEDULER:
             self._tokens = TokenSender(Seal(self._extra["secret"]))
+            self._rest = Rest()
             self._pending = StepMetadata()
             self._prefills: dict[str, Request] = {}
             self._offer_due: dict[str, float] = {}
@@ -127,21 +136,25 @@ class BatonConnector(KVConnectorBase_V1):
 
     # ---- scheduler side
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        _take_ascending(kv_cache_manager.block_pool)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         part = _part(request)
         if part is None:
             return 0, False
         if part.role == "prefill":
-            return (None if self._awaits_offer(request, part.key) else 0), False
+            return (None if self._awaits_offer(request, part) else 0), False
         if request.request_id in self._offered:
             return 0, False  # a request that was preempted after its handoff is recomputed here
         missing = request.num_prompt_tokens - num_computed_tokens
         return (missing, True) if missing > 0 else (0, False)
 
-    def _awaits_offer(self, request: Request, key: Key) -> bool:
+    def _awaits_offer(self, request: Request, part: _Part) -> bool:
         """Decode allocates before prefill computes. Other requests go ahead meanwhile, and no step waits."""
         channel = _channel_of_this_process()
-        if channel is None or channel.is_answered(key):
+        if channel is None or channel.is_answered(part.key, len(part.peers)):
             return False
         return time.monotonic() < self._offer_due.setdefault(request.request_id, time.monotonic() + OFFER_WAIT_S)
 
@@ -165,32 +178,35 @@ class BatonConnector(KVConnectorBase_V1):
         metadata, self._pending = self._pending, StepMetadata()
         for request_id in scheduler_output.preempted_req_ids or ():
             if request := self._prefills.get(request_id):
-                metadata.preempted.append(_key(request))
+                metadata.preempted.append(_the_part(request).key)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self._prefills.get(request_id)
             if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
                 continue
             assert self._kv_cache_manager is not None
+            part = _the_part(request)
             metadata.chunks.append(
                 Chunk(
-                    _key(request),
+                    part.key,
                     request_id,
                     min(request.num_computed_tokens + scheduled, request.num_prompt_tokens),
                     request.num_prompt_tokens,
                     tuple(self._kv_cache_manager.get_block_ids(request_id)[0]),
+                    len(part.peers),
                 )
             )
-        if not scheduler_output.total_num_scheduled_tokens and not metadata:
-            self._rest()
+        if not (scheduler_output.total_num_scheduled_tokens or scheduler_output.finished_req_ids or metadata):
+            self._wait_for_handoffs()
         return metadata
 
-    def _rest(self) -> None:
-        """An engine that only waits for handoffs would step in a circle: it computes nothing, so let it wait here."""
+    def _wait_for_handoffs(self) -> None:
+        """Nothing can be computed: do not step in a circle."""
         channel = _channel_of_this_process()
-        if channel is not None:
-            channel.wait_news(REST_S)
+        if channel is None:
+            self._rest.wait(lambda: False, BLIND_REST_S)
         else:
-            time.sleep(REST_S / 2)
+            channel.on_news(self._rest.wake)
+            self._rest.wait(lambda: channel.has_news, REST_S)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         part = _part(request)
@@ -203,7 +219,7 @@ class BatonConnector(KVConnectorBase_V1):
             if done:
                 token = FirstToken(*part.key, request.output_token_ids[0])
                 self._tokens.send(part.peers[0], token)
-            self._pending.ended.append((part.key, request.request_id, done))
+            self._pending.ended.append((part.key, request.request_id, done, len(part.peers)))
             return True, None
         if request.request_id not in self._offered:
             self._pending.withdrawals.append((part.key, part.peers))
@@ -224,7 +240,14 @@ class BatonConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._layers = {name: index for index, name in enumerate(kv_caches)}
-        layout = kv_layout(list(kv_caches.values()), self._block_size, self._extra["fingerprint"])
+        layout = kv_layout(
+            list(kv_caches.values()),
+            self._block_size,
+            self._extra["facts"],
+            self._rank,
+            self._vllm_config.parallel_config.tensor_parallel_size,
+            self._vllm_config.model_config.get_total_num_kv_heads(),
+        )
         name = f"{self._extra['replica_id']}-{self._rank}-{uuid.uuid4().hex[:8]}"
         self._channel = Channel(
             NixlPlane(name, self._extra["backend"], self._extra["transports"]),
@@ -233,6 +256,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._extra["host"],
             self._extra["handoff_timeout_s"],
             tracer(self._extra["trace_dir"], name),
+            Limits(**self._extra["limits"]),
         )
 
     @property
@@ -257,15 +281,13 @@ class BatonConnector(KVConnectorBase_V1):
         assert isinstance(connector_metadata, StepMetadata)
         rank = self._rank
         for offer in connector_metadata.offers:
-            self.channel.offer(
-                offer.key, offer.request_id, offer.peers[rank], offer.first_block, offer.blocks, rank == 0
-            )
+            self.channel.offer(offer.key, offer.request_id, offer.peers, offer.first_block, offer.blocks, rank == 0)
         for key, reason in connector_metadata.cancels:
             self.channel.cancel(key, reason)
         for key, peers in connector_metadata.withdrawals:
-            self.channel.withdraw(key, peers[rank], ABORTED)
-        for key, request_id, ok in connector_metadata.ended:
-            self.channel.ended(key, request_id, ok)
+            self.channel.withdraw(key, peers, ABORTED)
+        for key, request_id, ok, readers in connector_metadata.ended:
+            self.channel.ended(key, request_id, ok, readers)
         self.channel.begin_step(connector_metadata.chunks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -317,6 +339,11 @@ class WorkerExtension:
         """The control address of this worker's channel."""
         return _connector().channel.address
 
+    def baton_meet(self, role: str, peers: list[list[str]]) -> None:
+        """The replicas of the other role that there are, each its workers' endpoints by rank."""
+        channel = _connector().channel
+        (channel.keep if role == "prefill" else channel.meet)(peers)
+
     def baton_counters(self) -> dict[str, float]:
         """The counters of this worker's channel."""
         return _connector().channel.counters()
@@ -333,10 +360,19 @@ def _channel_of_this_process() -> Channel | None:
     return _connector().channel if has_kv_transfer_group() else None
 
 
-def _key(request: Request) -> Key:
+def _the_part(request: Request) -> _Part:
     part = _part(request)
     assert part is not None
-    return part.key
+    return part
+
+
+def _take_ascending(pool: BlockPool) -> None:
+    """Give a request its new blocks in ascending order, so that runs of them coalesce into one descriptor.
+
+    The pool hands out blocks that were freed last to first, descending. Which blocks it takes stays its choice.
+    """
+    take = pool.get_new_blocks
+    pool.get_new_blocks = lambda count: sorted(take(count), key=lambda block: block.block_id)
 
 
 def _continue_from(request: Request, token: int) -> None:
@@ -348,27 +384,39 @@ def _continue_from(request: Request, token: int) -> None:
     request.update_block_hashes()
 
 
-def kv_layout(caches: list[torch.Tensor], block_size: int, fingerprint: str) -> KVLayout:
-    """The layout of one cache tensor a layer: blocks first, or keys and values apart first and blocks second."""
+def kv_layout(
+    caches: list[torch.Tensor], block_size: int, facts: dict[str, str], rank: int, workers: int, total_heads: int
+) -> KVLayout:
+    """The layout of one cache tensor a layer, `[blocks, heads, tokens, content]` in vLLM's logical order.
+
+    Raises ValueError when the bytes of a block do not lie together.
+    """
     first = caches[0]
     if any(cache.shape != first.shape or cache.stride() != first.stride() for cache in caches):
-        raise ValueError("layers with unlike KV caches are not carried")
-    if first[0].is_contiguous():
-        parts = [[cache] for cache in caches]
-    elif first.shape[0] == 2 and first[0, 0].is_contiguous():
-        parts = [[cache[0], cache[1]] for cache in caches]
-    else:
-        raise ValueError(f"a KV cache of shape {tuple(first.shape)}, strides {first.stride()} is not carried")
-    sample = parts[0][0]
-    shape = hashlib.sha256(repr((tuple(sample.shape[1:]), str(sample.dtype))).encode()).hexdigest()[:16]
+        raise ValueError("layers with unlike KV caches are not carried; `channel: {kind: vllm}` may carry them")
+    values = math.prod(first.shape[1:])
+    if first.stride(0) != values or 1 + sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True)) != (
+        values * first.shape[0]
+    ):
+        raise ValueError(
+            f"a KV cache of shape {tuple(first.shape)} and strides {first.stride()}, in which a block's bytes do not "
+            "lie together, is not carried; `channel: {kind: vllm}` may carry it"
+        )
+    heads = head_range(rank, workers, total_heads)
+    heads_first = first.ndim == 4 and first.shape[1] == len(heads) and first.stride(1) * first.shape[1] == values
+    shape = f"{first.dtype}, {list(first.shape[2:])} a head" if first.ndim == 4 else f"{first.dtype}, {first.shape[1:]}"
     return KVLayout(
         num_layers=len(caches),
-        regions_per_layer=len(parts[0]),
-        num_blocks=sample.shape[0],
+        regions_per_layer=1,
+        num_blocks=first.shape[0],
         block_size=block_size,
-        block_bytes=sample.stride(0) * sample.element_size(),
-        bases=tuple(region.data_ptr() for layer in parts for region in layer),
+        block_bytes=values * first.element_size(),
+        bases=tuple(cache.data_ptr() for cache in caches),
         device=first.device.type,
         device_id=first.device.index or 0,
-        fingerprint=f"{fingerprint}/{shape}",
+        facts={**facts, "kv_cache": shape, "kv_strides": "heads first" if heads_first else str(first.stride()[1:])},
+        rank=rank,
+        workers=workers,
+        total_heads=total_heads,
+        heads_first=heads_first,
     )

@@ -26,8 +26,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """Decode introduces itself: who may be written to, and where."""
+    """Decode introduces itself: who may be written to, and where. `address`: its own control endpoint."""
 
+    address: str
     agent: str
     agent_metadata: bytes
     layout: KVLayout
@@ -44,20 +45,22 @@ class Refused(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """Decode offers blocks for a session's prompt, from its block `first_block` on."""
+    """Decode worker `rank` offers blocks for a session's prompt, from its block `first_block` on."""
 
     session: str
     epoch: int
+    rank: int
     first_block: int
     blocks: list[int]
     timeout_s: float
 
 
 class Cancel(Message, frozen=True):
-    """Decode wants no more writes and an answer when there will be none."""
+    """Decode worker `rank` wants no more writes and an answer when there will be none."""
 
     session: str
     epoch: int
+    rank: int
     reason: str
 
 

@@ -14,23 +14,26 @@ from dataclasses import dataclass
 from transfer import control
 from transfer.endpoint import Endpoint
 from transfer.handoff import Received, Receiver, ReceiverEffect, SendCancel
+from transfer.heads import sources
 from transfer.layout import KVLayout
 from transfer.outbox import Key, Outbox, Trace, remember
 from transfer.plane import Plane
 
 logger = logging.getLogger("baton.transfer")
 
+WARM_UP_S = 2.0  # a new peer's data connection is made within this, once and before the first request
+
 
 @dataclass(slots=True)
 class _Receiving:
     request_id: str
-    endpoint: str
+    endpoints: list[str]
     deadline: float
     machine: Receiver
 
 
 class DecodeSide:
-    """`timeout_s`: from an offer until its KV must be here; then the peer is told to stop, again and again."""
+    """`timeout_s`: from an offer until its KV must be here; then the peers are told to stop, again and again."""
 
     def __init__(
         self, plane: Plane, layout: KVLayout, endpoint: Endpoint, outbox: Outbox, timeout_s: float, trace: Trace
@@ -38,35 +41,53 @@ class DecodeSide:
         self._plane, self._layout, self._endpoint, self._outbox = plane, layout, endpoint, outbox
         self._timeout_s, self._trace = timeout_s, trace
         self._receiving: dict[Key, _Receiving] = {}
+        self._warm_until = 0.0
         self.early_tokens: OrderedDict[Key, int] = OrderedDict()
 
     def __len__(self) -> int:
         """Handoffs that are open."""
         return len(self._receiving)
 
+    def is_expecting(self, now: float) -> bool:
+        """The transport has something to do on our side: writes may come, or a new peer makes its connection."""
+        return bool(self._receiving) or now < self._warm_until
+
+    def meet(self, peers: list[list[str]]) -> None:
+        """The prefill replicas that there are, each its workers' endpoints: connect to new ones, let others go."""
+        wanted = {endpoint for workers in peers for endpoint in self._sources(workers)}
+        busy = {endpoint for receiving in self._receiving.values() for endpoint in receiving.endpoints}
+        for endpoint in self._endpoint.peers - wanted - busy:
+            self._endpoint.disconnect(endpoint)
+        for endpoint in wanted:
+            self._reach(endpoint)
+
     def offer(
-        self, key: Key, request_id: str, endpoint: str, first_block: int, blocks: list[int], needs_token: bool
+        self, key: Key, request_id: str, peers: list[str], first_block: int, blocks: list[int], needs_token: bool
     ) -> None:
-        machine = Receiver(needs_token=needs_token)
-        self._receiving[key] = _Receiving(request_id, endpoint, time.monotonic() + self._timeout_s, machine)
-        self._reach(endpoint)
-        self._endpoint.send(endpoint, control.Offer(*key, first_block, blocks, self._timeout_s))
+        endpoints = self._sources(peers)
+        machine = Receiver(needs_token, set(endpoints))
+        self._receiving[key] = _Receiving(request_id, endpoints, time.monotonic() + self._timeout_s, machine)
+        offer = control.Offer(*key, self._layout.rank, first_block, blocks, self._timeout_s)
+        for endpoint in endpoints:
+            self._reach(endpoint)
+            self._endpoint.send(endpoint, offer)
         self._trace("offered", session=key[0], blocks=len(blocks))
         if (token := self.early_tokens.pop(key, None)) is not None:
             machine.first_token(token)
 
-    def withdraw(self, key: Key, endpoint: str, reason: str) -> None:
-        self._reach(endpoint)
-        self._endpoint.send(endpoint, control.Cancel(*key, reason))
+    def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
+        for endpoint in self._sources(peers):
+            self._reach(endpoint)
+            self._endpoint.send(endpoint, control.Cancel(*key, self._layout.rank, reason))
 
     def cancel(self, key: Key, reason: str) -> None:
         self._tell(key, lambda machine: machine.cancel(reason))
 
-    def landed(self, key: Key) -> None:
-        self._tell(key, Receiver.landed)
+    def landed(self, key: Key, endpoint: str) -> None:
+        self._tell(key, lambda machine: machine.landed(endpoint))
 
-    def failed(self, key: Key, reason: str) -> None:
-        self._tell(key, lambda machine: machine.failed(reason))
+    def failed(self, key: Key, reason: str, endpoint: str) -> None:
+        self._tell(key, lambda machine: machine.failed(reason, endpoint))
 
     def first_token(self, key: Key, token: int) -> None:
         """The first token may overtake the engine step that offers the blocks."""
@@ -77,13 +98,13 @@ class DecodeSide:
 
     def peer_gone(self, endpoint: str) -> None:
         for key in self._handed_over_by(endpoint):
-            self._tell(key, Receiver.peer_lost)
+            self._tell(key, lambda machine: machine.peer_lost(endpoint))
 
     def refused(self, endpoint: str, reason: str) -> None:
         logger.error("the prefill worker at %s refuses us: %s", endpoint, reason)
         self._endpoint.disconnect(endpoint)
         for key in self._handed_over_by(endpoint):
-            self.failed(key, reason)
+            self.failed(key, reason, endpoint)
 
     def expire(self, now: float) -> None:
         for key, receiving in list(self._receiving.items()):
@@ -91,21 +112,29 @@ class DecodeSide:
                 receiving.deadline = now + self._timeout_s
                 self.cancel(key, "the KV cache did not arrive in time")
 
+    def _sources(self, peers: list[str]) -> list[str]:
+        """Of a prefill replica's workers, those that hold our heads."""
+        layout = self._layout
+        return [peers[rank] for rank in sources(layout.rank, layout.workers, len(peers), layout.total_heads)]
+
     def _handed_over_by(self, endpoint: str) -> list[Key]:
-        return [key for key, receiving in self._receiving.items() if receiving.endpoint == endpoint]
+        return [key for key, receiving in self._receiving.items() if endpoint in receiving.endpoints]
 
     def _reach(self, endpoint: str) -> None:
         """Introduce ourselves to a peer that we have no connection to."""
         if self._endpoint.connect(endpoint):
-            hello = control.Hello(self._plane.name, self._plane.metadata(), self._layout)
+            hello = control.Hello(self._endpoint.address, self._plane.name, self._plane.metadata(), self._layout)
             self._endpoint.send(endpoint, hello)
+            self._warm_until = time.monotonic() + WARM_UP_S
 
     def _tell(self, key: Key, event: Callable[[Receiver], list[ReceiverEffect]]) -> None:
         receiving = self._receiving.get(key)
         for effect in event(receiving.machine) if receiving else ():
             assert receiving is not None
             if isinstance(effect, SendCancel):
-                self._endpoint.send(receiving.endpoint, control.Cancel(*key, receiving.machine.reason))
+                for endpoint in receiving.machine.writing:
+                    cancel = control.Cancel(*key, self._layout.rank, receiving.machine.reason)
+                    self._endpoint.send(endpoint, cancel)
                 continue
             del self._receiving[key]
             if isinstance(effect, Received):

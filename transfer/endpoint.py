@@ -46,6 +46,7 @@ class Endpoint:
         self._peers: dict[str, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
+        self._unreachable: list[str] = []
         self.bad_messages = 0
 
     def watch(self, fileno: int) -> None:
@@ -55,7 +56,8 @@ class Endpoint:
     def poll(self, timeout_ms: int | None) -> list[Incoming | PeerGone]:
         """Wait for something, then take everything that is there."""
         self._poller.poll(timeout_ms)
-        events: list[Incoming | PeerGone] = []
+        events: list[Incoming | PeerGone] = [PeerGone(address) for address in self._unreachable]
+        self._unreachable.clear()
         while frames := _receive(self._inbox):
             self._take(frames[0], frames[-1], events)
         for address, (socket, monitor) in list(self._peers.items()):
@@ -74,8 +76,13 @@ class Endpoint:
         except BadMessage:
             self.bad_messages += 1
 
+    @property
+    def peers(self) -> set[str]:
+        """Endpoints that we are connected to."""
+        return set(self._peers)
+
     def connect(self, address: str) -> bool:
-        """Open a connection to a peer's endpoint; False when there was one."""
+        """Open a connection to a peer's endpoint; False when there was one, or when it is no address (see `poll`)."""
         if address in self._peers:
             return False
         socket = self._context.socket(zmq.DEALER)
@@ -90,7 +97,13 @@ class Endpoint:
         ):
             socket.setsockopt(option, value)
         monitor = socket.get_monitor_socket(_GONE)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.disable_monitor()
+            socket.close(0)
+            self._unreachable.append(address)
+            return False
         self._peers[address] = (socket, monitor)
         for readable in (socket, monitor):
             self._poller.register(readable, zmq.POLLIN)

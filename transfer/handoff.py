@@ -2,9 +2,9 @@
 
 `Receiver` runs in the decode worker: waiting -> done, or waiting -> fencing -> done. Decode blocks may be freed
 only when it says `Received` or `Broken`: until then a live peer may still write them.
-`Writer` runs in the prefill worker: open -> landed | failed, and `Released` once its source blocks are not read
-any more. An event that is illegal in a state raises `IllegalEvent` and changes nothing; late and repeated messages
-of the peer are legal and change nothing.
+`Writer` runs in the prefill worker, one for each decode worker that it writes to: open -> landed | failed, and
+`Released` once its source blocks are not read any more. An event that is illegal in a state raises `IllegalEvent` and
+changes nothing; late and repeated messages of the peer are legal and change nothing.
 """
 
 from __future__ import annotations
@@ -50,56 +50,63 @@ ReceiverEffect = SendCancel | Received | Broken
 
 @dataclass(slots=True)
 class Receiver:
-    """The decode side. `needs_token`: whether the first token must arrive as well."""
+    """The decode side. `needs_token`: whether the first token must arrive as well.
+
+    `writing`: the prefill workers that may still write: several where prefill and decode split the heads differently.
+    A sole one needs no name.
+    """
 
     needs_token: bool = True
+    writing: set[str] = field(default_factory=lambda: {""})
     state: ReceiverState = ReceiverState.WAITING
-    has_landed: bool = False
     token: int | None = None
     reason: str = ""
 
-    def landed(self) -> list[ReceiverEffect]:
+    @property
+    def has_landed(self) -> bool:
+        """Nobody writes any more."""
+        return not self.writing
+
+    def landed(self, source: str = "") -> list[ReceiverEffect]:
         """The peer says that every block is written."""
-        if self.state is ReceiverState.FENCING:
-            return self._end(Broken(self.reason))
-        self.has_landed = True
-        return self._maybe_done()
+        self.writing.discard(source)
+        return self._settle()
 
     def first_token(self, token: int) -> list[ReceiverEffect]:
         """The first token arrived."""
         if self.state is ReceiverState.WAITING and self.token is None:
             self.token = token
-        return self._maybe_done()
+        return self._settle()
 
-    def failed(self, reason: str) -> list[ReceiverEffect]:
-        """The peer says that it will write no more."""
-        if self.state is ReceiverState.DONE:
-            return []
-        return self._end(Broken(self.reason or reason))
+    def failed(self, reason: str, source: str = "") -> list[ReceiverEffect]:
+        """The peer says that it will write no more. The others are then asked to stop, too."""
+        self.writing.discard(source)
+        if self.state is not ReceiverState.WAITING:
+            return self._settle()
+        self.state, self.reason = ReceiverState.FENCING, reason
+        return [SendCancel()] if self.writing else self._settle()
 
-    def peer_lost(self) -> list[ReceiverEffect]:
+    def peer_lost(self, source: str = "") -> list[ReceiverEffect]:
         """The peer's process is proven dead."""
-        return self.failed("the prefill replica was lost")
+        return self.failed("the prefill replica was lost", source)
 
     def cancel(self, reason: str) -> list[ReceiverEffect]:
         """We do not want it any more: aborted, or out of time. Repeated, asks again: an answer may be lost."""
         if self.state is ReceiverState.FENCING:
             return [SendCancel()]
-        if self.state is not ReceiverState.WAITING:
+        if self.state is ReceiverState.DONE:
             return []
-        if self.has_landed:  # nothing left to fence: only the first token is missing
-            return self._end(Broken(reason))
         self.state, self.reason = ReceiverState.FENCING, reason
-        return [SendCancel()]
+        return [SendCancel()] if self.writing else self._settle()  # when all has landed, only the token is missing
 
-    def _maybe_done(self) -> list[ReceiverEffect]:
-        if self.state is not ReceiverState.WAITING or not self.has_landed:
+    def _settle(self) -> list[ReceiverEffect]:
+        if self.state is ReceiverState.DONE or self.writing:
             return []
-        if self.needs_token and self.token is None:
-            return []
-        return self._end(Received(self.token))
-
-    def _end(self, effect: ReceiverEffect) -> list[ReceiverEffect]:
+        effect: ReceiverEffect = Broken(self.reason)
+        if self.state is ReceiverState.WAITING:
+            if self.needs_token and self.token is None:
+                return []
+            effect = Received(self.token)
         self.state = ReceiverState.DONE
         return [effect]
 
@@ -113,9 +120,10 @@ class WriterState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copy blocks of one layer: `local[i]` here to `remote[i]` there."""
+    """Copy blocks of one layer: `local[i]` here to `remote[i]` there, the prompt's blocks from `begin` on."""
 
     layer: int
+    begin: int
     local: tuple[int, ...]
     remote: tuple[int, ...]
 
@@ -184,11 +192,24 @@ class Writer:
         self.computed[layer] = computed
         return self._writes(layer)
 
-    def preempted(self) -> None:
-        """The engine takes the source blocks back and will compute the prompt again, in others."""
+    def preempted(self, unposted: Sequence[Write] = ()) -> None:
+        """The engine takes the source blocks back and will compute the prompt again, in others.
+
+        `unposted`: writes that were not begun and will not be; their blocks are written when they are computed again.
+        """
         if self.source_over:
             raise IllegalEvent("a prefill was preempted after it had ended")
         self.computed = [0] * self.num_layers
+        self.in_flight -= len(unposted)
+        for write in unposted:
+            self.written[write.layer] = min(self.written[write.layer], write.begin)
+
+    def dropped(self, writes: int) -> list[WriterEffect]:
+        """So many writes were not begun and will not be, as the handoff is being stopped."""
+        if self.state is WriterState.OPEN or writes > self.in_flight:
+            raise IllegalEvent("writes were dropped of a handoff that goes on")
+        self.in_flight -= writes
+        return self._settle()
 
     def write_done(self, ok: bool) -> list[WriterEffect]:
         """One of our writes is complete, or failed."""
@@ -237,7 +258,7 @@ class Writer:
         self.written[layer] = end
         self.in_flight += 1
         offset = self.first_block
-        return [Write(layer, self.local[begin:end], self.remote[begin - offset : end - offset])]
+        return [Write(layer, begin, self.local[begin:end], self.remote[begin - offset : end - offset])]
 
     def _settle(self) -> list[WriterEffect]:
         effects: list[WriterEffect] = []

@@ -1,7 +1,8 @@
 """The data plane over NIXL. The only file that imports nixl.
 
-Memory is registered once, whole. Descriptors of all blocks are prepared once per side, as strided lists; a write
-selects from them by index, and NIXL merges neighbours. The progress thread is off, as it spins when idle: the
+Memory is registered once, whole. Descriptors of all blocks are prepared once per side, as strided lists (of the heads
+that both sides hold, where they split them differently); a write selects from them by index, and NIXL merges
+neighbours. The progress thread is off, as it spins when idle: the
 channel's thread drives the transport while it has something to wait for.
 """
 
@@ -40,8 +41,8 @@ class NixlPlane:
             raise PlaneError(f"NIXL has no backend {backend}; it has {self._agent.plugin_list}")
         self._layout: KVLayout | None = None
         self._registered: Any = None
-        self._local: Any = None
-        self._remote: dict[str, tuple[KVLayout, Any]] = {}
+        self._local: dict[tuple[int, int], Any] = {}  # prepared descriptors by window
+        self._remote: dict[str, tuple[KVLayout, Any, Any]] = {}  # layout, our descriptors, theirs
 
     @property
     def name(self) -> str:
@@ -52,37 +53,47 @@ class NixlPlane:
         slabs = [(base, size, layout.device_id, "") for base in layout.bases]
         self._registered = self._agent.register_memory(slabs, _segment(layout))
         self._layout = layout
-        self._local = self._agent.prep_xfer_dlist("", _strided(layout), _segment(layout))
+        self._prepare_local((0, layout.block_bytes))
+
+    def _prepare_local(self, window: tuple[int, int]) -> Any:
+        """Our descriptors of one window of every block, made once."""
+        assert self._layout is not None
+        if window not in self._local:
+            rows = _strided(self._layout, *window)
+            self._local[window] = self._agent.prep_xfer_dlist("", rows, _segment(self._layout))
+        return self._local[window]
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
     def connect(self, agent: str, metadata: bytes, layout: KVLayout) -> None:
+        if self._layout is None:
+            raise PlaneError("no memory is registered")
         try:
             named = self._agent.add_remote_agent(metadata)
             if (named.decode() if isinstance(named, bytes) else named) != agent:
                 raise PlaneError(f"metadata of {named!r} came as {agent!r}")
-            self._remote[agent] = (
-                layout,
-                self._agent.prep_xfer_dlist(agent, _strided(layout), _segment(layout)),
-            )
+            rows = _strided(layout, *layout.window(self._layout))
+            theirs = self._agent.prep_xfer_dlist(agent, rows, _segment(layout))
+            self._remote[agent] = layout, self._prepare_local(self._layout.window(layout)), theirs
+            self._agent.send_notif(agent, b"hello")  # makes the data connection now, not at the first write
         except NIXL_ERRORS as error:
             raise PlaneError(f"cannot reach {agent}: {error}") from error
 
     def disconnect(self, agent: str) -> None:
         if peer := self._remote.pop(agent, None):
             with contextlib.suppress(*NIXL_ERRORS):  # NIXL forgets an agent itself when its process dies
-                self._agent.release_dlist_handle(peer[1])
+                self._agent.release_dlist_handle(peer[2])
                 self._agent.remove_remote_agent(agent)
 
     def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
         if self._layout is None or agent not in self._remote:
             raise PlaneError(f"no connection to {agent}")
-        theirs, descriptors = self._remote[agent]
+        theirs, from_here, to_there = self._remote[agent]
         here, there = _indices(self._layout, theirs, layer, local, remote)
         handle = None
         try:
-            handle = self._agent.make_prepped_xfer("WRITE", self._local, here, descriptors, there)
+            handle = self._agent.make_prepped_xfer("WRITE", from_here, here, to_there, there)
             self._agent.transfer(handle)
         except NIXL_ERRORS as error:
             self._release(handle)
@@ -110,7 +121,8 @@ class NixlPlane:
         for agent in list(self._remote):
             self.disconnect(agent)
         if self._registered is not None:
-            self._agent.release_dlist_handle(self._local)
+            for descriptors in self._local.values():
+                self._agent.release_dlist_handle(descriptors)
             self._agent.deregister_memory(self._registered)
             self._registered = None
 
@@ -119,10 +131,9 @@ def _segment(layout: KVLayout) -> str:
     return "DRAM" if layout.device == "cpu" else "VRAM"
 
 
-def _strided(layout: KVLayout) -> np.ndarray:
-    """One row a region: address, bytes, device, stride, count."""
-    size = layout.block_bytes
-    rows = [(base, size, layout.device_id, size, layout.num_blocks) for base in layout.bases]
+def _strided(layout: KVLayout, skip: int, length: int) -> np.ndarray:
+    """One row a region, of `length` bytes at `skip` in every block: address, bytes, device, stride, count."""
+    rows = [(base + skip, length, layout.device_id, layout.block_bytes, layout.num_blocks) for base in layout.bases]
     return np.array(rows, dtype=np.uint64)
 
 

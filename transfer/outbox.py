@@ -37,7 +37,8 @@ class Outbox:
     """Filled by the channel's thread, emptied by the engine's."""
 
     def __init__(self) -> None:
-        self._results, self._lock, self._news = Results(), threading.Lock(), threading.Event()
+        self._results, self._lock, self._news = Results(), threading.Lock(), False
+        self.on_news: Callable[[], None] = lambda: None
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
 
     def received(self, request_id: str, token: int | None) -> None:
@@ -45,38 +46,40 @@ class Outbox:
         self.counts["handoffs_received"] += 1
         with self._lock:
             self._results.received[request_id] = token
-            self._news.set()
+        self.alarm()
 
     def broken(self, request_id: str, reason: str) -> None:
         """A decode request's KV will not come, and nobody writes its blocks any more."""
         self.counts["handoffs_broken"] += 1
         with self._lock:
             self._results.broken[request_id] = reason
-            self._news.set()
+        self.alarm()
 
     def released(self, request_id: str) -> None:
         """A prefill request's blocks are not read any more."""
         with self._lock:
             self._results.released.add(request_id)
-            self._news.set()
+        self.alarm()
 
     def alarm(self) -> None:
-        """Wake whoever waits, without results."""
-        self._news.set()
+        """There is something to take, or to look at."""
+        self._news = True
+        self.on_news()
 
     def take(self) -> Results:
         """What has ended since the last call."""
         with self._lock:
             taken, self._results = self._results, Results()
-            self._news.clear()
+            self._news = False
         return taken
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until there is something to take."""
-        self._news.wait(timeout_s)
+    @property
+    def has_news(self) -> bool:
+        """Something has happened since the last `take`."""
+        return self._news
 
 
-def remember(book: OrderedDict[Key, Any], key: Key, value: Any) -> None:
+def remember(book: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     """Keep the newest `TOMBSTONES` entries: late messages are answered from them."""
     book[key] = value
     while len(book) > TOMBSTONES:

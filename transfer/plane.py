@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
-from transfer.blocks import runs
 from transfer.layout import KVLayout
 
 
@@ -42,7 +41,10 @@ class Plane(Protocol):
         """Forget a peer."""
 
     def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
-        """Begin copying blocks `local` of a layer into the peer's blocks `remote`. Raises PlaneError."""
+        """Begin copying the shared heads of blocks `local` of a layer into the peer's blocks `remote`.
+
+        Raises PlaneError.
+        """
 
     def check(self, handle: Any) -> WriteState:
         """State of a write; a handle that is not BUSY is released and must not be used again."""
@@ -89,11 +91,13 @@ class InProcessPlane:
             raise PlaneError(f"no connection to {agent}")
         if agent not in InProcessPlane._live:
             return WriteState.FAILED
-        size = ours.block_bytes
-        for here, there, count in runs(local, remote):
+        skip, length = ours.window(theirs)
+        skip_there, _ = theirs.window(ours)
+        for here, there in zip(local, remote, strict=True):
             for region in range(ours.regions_per_layer):
                 which = layer * ours.regions_per_layer + region
-                ctypes.memmove(theirs.bases[which] + there * size, ours.bases[which] + here * size, count * size)
+                target = theirs.bases[which] + there * theirs.block_bytes + skip_there
+                ctypes.memmove(target, ours.bases[which] + here * ours.block_bytes + skip, length)
         return WriteState.DONE
 
     def check(self, handle: WriteState) -> WriteState:

@@ -9,30 +9,38 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transfer import control
 from transfer.endpoint import Endpoint
-from transfer.handoff import Released, SendFailed, SendLanded, Write, Writer, WriterEffect
+from transfer.handoff import SendFailed, SendLanded, Write, Writer, WriterEffect, WriterState
+from transfer.heads import readers
 from transfer.layout import KVLayout, mismatch
 from transfer.outbox import Key, Outbox, Trace, remember
+from transfer.pacing import Job, Limits, Pacer
 from transfer.plane import Plane, PlaneError, WriteState
 
 logger = logging.getLogger("baton.transfer")
 
 OFFER_GRACE_S = 10.0
 
+Reading = tuple[Key, int]  # one decode worker's part of a handoff: key and rank
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one engine step computes of a request: after it, `computed` of `prompt` tokens lie in `blocks`."""
+    """What one engine step computes of a request: after it, `computed` of `prompt` tokens lie in `blocks`.
+
+    `peers`: workers of the decode replica.
+    """
 
     key: Key
     request_id: str
     computed: int
     prompt: int
     blocks: tuple[int, ...]
+    peers: int = 1
 
 
 class Ready(Protocol):
@@ -42,35 +50,59 @@ class Ready(Protocol):
 
 
 @dataclass(slots=True)
+class _Reader:
+    machine: Writer
+    peer: bytes | None = None
+
+
+@dataclass(slots=True)
 class _Writing:
     deadline: float
-    machine: Writer
+    readers: dict[int, _Reader] = field(default_factory=dict)
     request_id: str | None = None
-    peer: bytes | None = None
-    agent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    name: str
+    layout: KVLayout
+    address: str
 
 
 class PrefillSide:
     """`timeout_s`: from an offer, or a first chunk, until everything must be written."""
 
     def __init__(
-        self, plane: Plane, layout: KVLayout, endpoint: Endpoint, outbox: Outbox, timeout_s: float, trace: Trace
+        self,
+        plane: Plane,
+        layout: KVLayout,
+        endpoint: Endpoint,
+        outbox: Outbox,
+        timeout_s: float,
+        trace: Trace,
+        limits: Limits,
     ) -> None:
         self._plane, self._layout, self._endpoint, self._outbox = plane, layout, endpoint, outbox
         self._timeout_s, self._trace = timeout_s, trace
         self._writing: dict[Key, _Writing] = {}
-        self._gone: OrderedDict[Key, str] = OrderedDict()
-        self.agents: dict[bytes, tuple[str, KVLayout]] = {}
-        self.in_flight: deque[tuple[Key, Any, Write, float]] = deque()
+        self._gone: OrderedDict[Reading, str] = OrderedDict()
+        self._listed: set[str] = set()
+        self._pacer = Pacer(limits)
+        self.agents: dict[bytes, _Agent] = {}
+        self.in_flight: deque[tuple[Job, Any, float]] = deque()
 
     def __len__(self) -> int:
         """Handoffs that are open."""
         return len(self._writing)
 
-    @property
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do, if ever."""
-        return min((writing.deadline for writing in self._writing.values()), default=None)
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until there is something to do without news: 0 while a write is under way, None for never."""
+        if self.in_flight:
+            return 0.0
+        deadlines = [max(0.0, writing.deadline - now) for writing in self._writing.values()]
+        if len(self._pacer):
+            deadlines.append(self._pacer.wait_s(now))
+        return min(deadlines, default=None)
 
     # ---- what the engine does
 
@@ -78,29 +110,38 @@ class PrefillSide:
         if ready is not None:
             ready.synchronize()
         for chunk in chunks:
-            writing = self._writer(chunk.key)
+            writing = self._open(chunk.key)
             writing.request_id = chunk.request_id
-            effects = writing.machine.saved(layer, chunk.computed, chunk.prompt, chunk.blocks)
-            self._carry_out(chunk.key, effects)
+            for rank in self._readers(chunk.peers):
+                effects = self._reader(chunk.key, rank).machine.saved(layer, chunk.computed, chunk.prompt, chunk.blocks)
+                self._carry_out(chunk.key, rank, effects)
 
-    def is_answered(self, key: Key) -> bool:
+    def is_answered(self, key: Key, peers: int) -> bool:
         """Decode has offered its blocks, or the handoff is over already. For any thread."""
         writing = self._writing.get(key)
-        return key in self._gone if writing is None else writing.peer is not None
+        for rank in self._readers(peers):
+            reader = writing.readers.get(rank) if writing else None
+            if (reader is None or reader.peer is None) and (key, rank) not in self._gone:
+                return False
+        return True
 
-    def ended(self, key: Key, request_id: str, ok: bool) -> None:
-        writing = self._writer(key)
+    def ended(self, key: Key, request_id: str, ok: bool, peers: int) -> None:
+        writing = self._open(key)
         writing.request_id = request_id
-        if writing.peer is None:  # decode had the whole prefill's time to offer its blocks
+        ranks = self._readers(peers)
+        if any(self._reader(key, rank).peer is None for rank in ranks):  # decode had the whole prefill's time to offer
             writing.deadline = min(writing.deadline, time.monotonic() + OFFER_GRACE_S)
-        self._carry_out(key, writing.machine.ended(ok))
+        for rank in ranks:
+            self._carry_out(key, rank, writing.readers[rank].machine.ended(ok))
+        self._end_if_over(key)
 
     def preempted(self, keys: list[Key]) -> bool:
         """These requests lose their blocks; True once no write reads them."""
         for key in keys:
             if writing := self._writing.get(key):
-                writing.machine.preempted()
-        return not any(key in keys for key, *_ in self.in_flight)
+                for rank, reader in writing.readers.items():
+                    reader.machine.preempted([job.write for job in self._pacer.drop((key, rank))])
+        return not any(job.handoff[0] in keys for job, *_ in self.in_flight)
 
     # ---- what decode says
 
@@ -114,46 +155,64 @@ class PrefillSide:
         if reason is not None:
             self._endpoint.send(sender, control.Refused(reason))
             return
-        self.agents[sender] = (hello.agent, hello.layout)
+        self.agents[sender] = _Agent(hello.agent, hello.layout, hello.address)
         self._endpoint.send(sender, control.Welcome())
 
+    def keep(self, peers: list[list[str]]) -> None:
+        """The decode replicas that there are, each the endpoints of its workers: forget those that were and are not."""
+        now_listed = {endpoint for workers in peers for endpoint in workers}
+        gone, self._listed = self._listed - now_listed, now_listed
+        busy = {reader.peer for writing in self._writing.values() for reader in writing.readers.values()}
+        for sender, agent in list(self.agents.items()):
+            if agent.address not in gone:
+                continue
+            if sender in busy:
+                self._listed.add(agent.address)  # next time
+            else:
+                self._plane.disconnect(agent.name)
+                del self.agents[sender]
+
     def offered(self, sender: bytes, offer: control.Offer) -> None:
-        key = (offer.session, offer.epoch)
+        key, rank = (offer.session, offer.epoch), offer.rank
         if sender not in self.agents:
             return  # refused already
-        agent, layout = self.agents[sender]
-        if key in self._gone:
-            self._endpoint.send(sender, control.Failed(*key, self._gone[key]))
-        elif offer.first_block < 0 or not all(0 <= block < layout.num_blocks for block in offer.blocks):
+        agent = self.agents[sender]
+        if (key, rank) in self._gone:
+            self._endpoint.send(sender, control.Failed(*key, self._gone[key, rank]))
+        elif rank != agent.layout.rank:
+            self._endpoint.send(sender, control.Failed(*key, "an offer in another worker's name"))
+        elif offer.first_block < 0 or not all(0 <= block < agent.layout.num_blocks for block in offer.blocks):
             self._endpoint.send(sender, control.Failed(*key, "an offer of blocks that the peer does not have"))
         else:
-            writing = self._writer(key)
-            writing.peer, writing.agent = sender, agent
+            writing, reader = self._open(key), self._reader(key, rank)
+            reader.peer = sender
             writing.deadline = time.monotonic() + min(offer.timeout_s, self._timeout_s)
             self._outbox.alarm()
-            self._carry_out(key, writing.machine.offered(offer.first_block, offer.blocks))
+            self._carry_out(key, rank, reader.machine.offered(offer.first_block, offer.blocks))
 
-    def cancelled(self, sender: bytes, key: Key, reason: str) -> None:
+    def cancelled(self, sender: bytes, cancel: control.Cancel) -> None:
+        key, rank = (cancel.session, cancel.epoch), cancel.rank
         writing = self._writing.get(key)
         if writing is None:
-            remember(self._gone, key, reason)
+            remember(self._gone, (key, rank), cancel.reason)
             self._outbox.alarm()
-            self._endpoint.send(sender, control.Failed(*key, reason))
+            self._endpoint.send(sender, control.Failed(*key, cancel.reason))
             return
-        writing.peer = sender
-        self._carry_out(key, writing.machine.stop(reason))
-        self._drop_if_over(key, writing)
+        reader = self._reader(key, rank)
+        reader.peer = sender
+        self._stop(key, rank, reader, cancel.reason)
 
     # ---- what time and the data plane do
 
     def progress(self) -> None:
         for _ in range(len(self.in_flight)):
-            key, handle, write, begun = self.in_flight.popleft()
+            job, handle, begun = self.in_flight.popleft()
             state = self._plane.check(handle)
             if state is WriteState.BUSY:
-                self.in_flight.append((key, handle, write, begun))
+                self.in_flight.append((job, handle, begun))
             else:
-                self._written(key, write, begun, state is WriteState.DONE)
+                self._written(job, begun, state is WriteState.DONE)
+        self._post()
 
     def finish_writes(self, timeout_s: float) -> bool:
         """See out what is in flight and begin nothing; False when that takes too long."""
@@ -166,69 +225,102 @@ class PrefillSide:
         for key, writing in list(self._writing.items()):
             if now > writing.deadline:
                 writing.deadline = now + self._timeout_s
-                self._carry_out(key, writing.machine.stop("the handoff ran out of time"))
-                self._drop_if_over(key, writing)
+                for rank, reader in list(writing.readers.items()):
+                    self._stop(key, rank, reader, "the handoff ran out of time")
 
     # ---- effects
 
-    def _writer(self, key: Key) -> _Writing:
+    def _readers(self, peers: int) -> list[int]:
+        layout = self._layout
+        return readers(layout.rank, layout.workers, peers, layout.total_heads)
+
+    def _open(self, key: Key) -> _Writing:
         if key not in self._writing:
-            machine = Writer(self._layout.num_layers, self._layout.block_size)
-            self._writing[key] = _Writing(time.monotonic() + self._timeout_s, machine)
-            if key in self._gone:
-                self._carry_out(key, machine.stop(self._gone[key]))
+            self._writing[key] = _Writing(time.monotonic() + self._timeout_s)
         return self._writing[key]
 
-    def _carry_out(self, key: Key, effects: list[WriterEffect]) -> None:
-        writing = self._writing[key]
+    def _reader(self, key: Key, rank: int) -> _Reader:
+        """One decode worker's part; one that was cancelled before it began is stopped from the start."""
+        known = self._writing[key].readers
+        if rank not in known:
+            known[rank] = _Reader(Writer(self._layout.num_layers, self._layout.block_size))
+            if (key, rank) in self._gone:
+                self._carry_out(key, rank, known[rank].machine.stop(self._gone[key, rank]))
+        return known[rank]
+
+    def _stop(self, key: Key, rank: int, reader: _Reader, reason: str) -> None:
+        self._carry_out(key, rank, reader.machine.stop(reason))
+        self._end_if_over(key)
+
+    def _carry_out(self, key: Key, rank: int, effects: list[WriterEffect]) -> None:
+        reader = self._writing[key].readers[rank]
         for effect in effects:
             match effect:
                 case Write():
-                    self._post(key, writing, effect)
+                    self._pacer.push(self._job(key, rank, reader, effect))
                 case SendLanded():
                     self._outbox.counts["handoffs_landed"] += 1
-                    self._trace("landed", session=key[0])
-                    self._answer(writing, control.Landed(*key))
+                    self._trace("landed", session=key[0], rank=rank)
+                    self._answer(reader, control.Landed(*key))
                 case SendFailed(reason):
                     self._outbox.counts["handoffs_failed"] += 1
-                    self._answer(writing, control.Failed(*key, reason))
-                case Released():
-                    if writing.request_id is not None:
-                        self._outbox.released(writing.request_id)
-                    self._forget(key, writing)
+                    self._answer(reader, control.Failed(*key, reason))
+        if reader.machine.state is WriterState.FENCING and (unposted := self._pacer.drop((key, rank))):
+            self._carry_out(key, rank, reader.machine.dropped(len(unposted)))
 
-    def _post(self, key: Key, writing: _Writing, write: Write) -> None:
-        begun = time.monotonic()
-        try:
-            handle = self._plane.write(writing.agent, write.layer, write.local, write.remote)
-        except PlaneError as error:
-            logger.warning("session %s: %s", key[0], error)
-            self._carry_out(key, writing.machine.write_done(ok=False))
-            return
-        self._trace("layer_write", session=key[0], layer=write.layer, blocks=len(write.local))
-        self.in_flight.append((key, handle, write, begun))
+    def _job(self, key: Key, rank: int, reader: _Reader, write: Write) -> Job:
+        assert reader.peer is not None
+        _, length = self._layout.window(self.agents[reader.peer].layout)
+        descriptors = len(write.local) * self._layout.regions_per_layer
+        return Job((key, rank), reader.peer, descriptors * length, descriptors, write)
 
-    def _written(self, key: Key, write: Write, begun: float, ok: bool) -> None:
+    def _post(self) -> None:
+        now = time.monotonic()
+        while (job := self._pacer.pop(now)) is not None:
+            write = job.write
+            try:
+                handle = self._plane.write(self.agents[job.peer].name, write.layer, write.local, write.remote)
+            except PlaneError as error:
+                logger.warning("session %s: %s", job.handoff[0][0], error)
+                self._written(job, now, ok=False)
+                continue
+            self._trace("layer_write", session=job.handoff[0][0], layer=write.layer, blocks=len(write.local))
+            self.in_flight.append((job, handle, now))
+
+    def _written(self, job: Job, begun: float, ok: bool) -> None:
+        self._pacer.done(job)
+        (key, rank), write = job.handoff, job.write
         if ok:
             counts = self._outbox.counts
             counts["writes"] += 1
             counts["blocks_written"] += len(write.local)
-            counts["bytes_written"] += len(write.local) * self._layout.layer_block_bytes
+            counts["bytes_written"] += job.size
             counts["write_s"] += time.monotonic() - begun
-        self._trace("layer_written", session=key[0], layer=write.layer, ok=ok)
-        writing = self._writing[key]
-        self._carry_out(key, writing.machine.write_done(ok))
-        self._drop_if_over(key, writing)
+        self._trace("layer_written", session=key[0], layer=write.layer, ok=ok, bytes=job.size)
+        self._carry_out(key, rank, self._writing[key].readers[rank].machine.write_done(ok))
+        self._end_if_over(key)
 
-    def _answer(self, writing: _Writing, message: control.AnyMessage) -> None:
-        if writing.peer is not None:
-            self._endpoint.send(writing.peer, message)
+    def _answer(self, reader: _Reader, message: control.AnyMessage) -> None:
+        if reader.peer is not None:
+            self._endpoint.send(reader.peer, message)
 
-    def _drop_if_over(self, key: Key, writing: _Writing) -> None:
-        """A handoff that failed before its prefill began has no source to wait for."""
-        if writing.request_id is None and not writing.machine.in_flight and writing.machine.reason:
+    def _end_if_over(self, key: Key) -> None:
+        """Over once the engine is done with the request and no worker reads its blocks.
+
+        A handoff that failed before its prefill began has no source to wait for.
+        """
+        writing = self._writing.get(key)
+        if writing is None:
+            return
+        machines = [reader.machine for reader in writing.readers.values()]
+        if writing.request_id is None:
+            if all(machine.state is WriterState.FAILED for machine in machines):
+                self._forget(key, writing)
+        elif all(machine.released for machine in machines):
+            self._outbox.released(writing.request_id)
             self._forget(key, writing)
 
     def _forget(self, key: Key, writing: _Writing) -> None:
-        if self._writing.pop(key, None):
-            remember(self._gone, key, writing.machine.reason or "the handoff is over")
+        del self._writing[key]
+        for rank, reader in writing.readers.items():
+            remember(self._gone, (key, rank), reader.machine.reason or "the handoff is over")

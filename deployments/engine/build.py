@@ -19,9 +19,10 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
     """The engine of one replica, not started. Heavy imports happen here, in the replica's process."""
     engine = config.pools[identity.pool].engine
     if isinstance(engine, VllmEngineConfig):
-        from deployments.engine.vllm import VllmEngine
+        from deployments.engine.vllm import PullEngine, VllmEngine
 
-        return VllmEngine(
+        kind = PullEngine if config.channel.kind == "vllm" else VllmEngine
+        return kind(
             engine,
             config.model,
             config.channel,
@@ -67,6 +68,8 @@ def environment(config: BatonConfig, pool: str) -> dict[str, str]:
             "TOKENIZERS_PARALLELISM": "false",
             "NIXL_LOG_LEVEL": "WARN",
         }
+    if config.channel.net_devices:
+        variables["UCX_NET_DEVICES"] = config.channel.net_devices
     return variables | offline(config) | config.pools[pool].env
 
 

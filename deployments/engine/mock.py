@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
+from collections.abc import Sequence as Many
 from typing import Any
 
 import msgspec
@@ -73,7 +74,7 @@ class MockEngine:
         config = self._config
         if blocks_for(self._max_model_len, config.block_size) > config.num_blocks:
             raise EngineError(f"{config.num_blocks} blocks do not hold {self._max_model_len} tokens")
-        seal, layout = Seal(self._secret), self._memory.layout(self._fingerprint)
+        seal, layout = Seal(self._secret), self._memory.layout({"fingerprint": self._fingerprint})
         self._channel = Channel(self._plane, layout, seal, self._host, self._handoff_timeout_s)
         self._tokens = TokenSender(seal)
         self._task = asyncio.create_task(self._run(), name="baton-mock-engine")
@@ -115,6 +116,11 @@ class MockEngine:
 
     def encode(self, payloads: list[Any]) -> list[bytes]:
         return encode_outputs(payloads)
+
+    async def meet(self, peers: Many[tuple[str, ...]]) -> None:
+        channel = self._channel
+        told = channel.keep if self._role is Role.PREFILL else channel.meet
+        told([list(workers) for workers in peers])
 
     async def counters(self) -> dict[str, float]:
         if self._task is None:
@@ -191,8 +197,8 @@ class MockEngine:
         self._memory.scrub(plan.fresh)
         for sequence in plan.offers:
             if handoff := sequence.request.handoff:
-                peer, blocks = handoff.peers[0], list(sequence.blocks)
-                self._channel.offer(handoff.key, sequence.request_id, peer, 0, blocks, needs_token=True)
+                peers, blocks = list(handoff.peers), list(sequence.blocks)
+                self._channel.offer(handoff.key, sequence.request_id, peers, 0, blocks, needs_token=True)
         if plan.work:
             await self._compute(plan.work)
         return [output for sequence, count in plan.work if (output := self._advance(sequence, count))]

@@ -35,13 +35,13 @@ class MockMemory:
         self._salts = _mix(np.arange(1, num_layers + 1, dtype=np.uint64) + np.uint64(seed % 2**32 << 16))
         self._weights = _mix(np.arange(1, num_blocks * block_size + 1, dtype=np.uint64)) | np.uint64(1)
 
-    def layout(self, fingerprint: str) -> KVLayout:
+    def layout(self, facts: dict[str, str]) -> KVLayout:
         """Where the blocks lie, for the channel."""
         layers, blocks, _ = self._words.shape
         block_bytes = self._block_size * KV_BYTES
         base = int(self._words.ctypes.data)
         bases = tuple(base + layer * blocks * block_bytes for layer in range(layers))
-        return KVLayout(layers, 1, blocks, self._block_size, block_bytes, bases, fingerprint=fingerprint)
+        return KVLayout(layers, 1, blocks, self._block_size, block_bytes, bases, facts=facts)
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Erase newly allocated blocks, so that KV that never arrives is not there by chance."""

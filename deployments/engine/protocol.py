@@ -5,6 +5,7 @@ The real one is `vllm.py`, the double `mock.py`; both pass tests/deployments/eng
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +69,12 @@ class Engine(Protocol):
 
     def encode(self, payloads: list[Any]) -> list[bytes]:
         """Encode outputs of one step as the frames of an EngineCoreOutputs message."""
+
+    async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
+        """The replicas of the other role that there are, each the endpoints of its workers by rank.
+
+        Connections to new ones are made now instead of at the first request, and what is gone is forgotten.
+        """
 
     async def counters(self) -> dict[str, float]:
         """The KV channel's counters, summed over workers (bytes written, handoffs landed, ...)."""

@@ -35,6 +35,12 @@ def until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
     return value
 
 
+@pytest.fixture(name="until")
+def until_fixture() -> Callable[..., Any]:
+    """`until(condition)` for tests."""
+    return until
+
+
 class Side:
     """One worker: memory, channel, and everything that its channel ever reported."""
 
@@ -53,7 +59,8 @@ class Side:
         self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         base, region = int(self.memory.ctypes.data), BLOCKS * BLOCK_BYTES
         bases = tuple(base + index * region for index in range(LAYERS * REGIONS))
-        self.layout = KVLayout(LAYERS, REGIONS, BLOCKS, block_size, BLOCK_BYTES, bases, fingerprint=fingerprint)
+        facts = {"fingerprint": fingerprint}
+        self.layout = KVLayout(LAYERS, REGIONS, BLOCKS, block_size, BLOCK_BYTES, bases, facts=facts)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.seal = Seal(secret)
         self.channel = Channel(

@@ -31,7 +31,7 @@ class Worker:
         self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         base, region = int(self.memory.ctypes.data), BLOCKS * BLOCK_BYTES
         bases = tuple(base + index * region for index in range(LAYERS * REGIONS))
-        layout = KVLayout(LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES, bases, fingerprint="model")
+        layout = KVLayout(LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES, bases, facts={"model": "m"})
         self.channel = Channel(NixlPlane(name), layout, Seal("secret"), "127.0.0.1", timeout_s)
 
     def fill(self, blocks: list[int], seed: int) -> None:
@@ -45,7 +45,7 @@ class Worker:
         return [block for block in range(BLOCKS) if self.memory[:, :, block].any()]
 
     def offer(self, session: str, peer: str, blocks: list[int]) -> None:
-        self.channel.offer((session, 1), session, peer, 0, blocks, needs_token=False)
+        self.channel.offer((session, 1), session, [peer], 0, blocks, needs_token=False)
 
     def cancel(self, session: str) -> None:
         self.channel.cancel((session, 1), "aborted")

@@ -26,7 +26,7 @@ def give_token(decode: Any, key: tuple[str, int] = KEY, token: int = TOKEN) -> N
 
 
 def offer(decode: Any, prefill: Any, needs_token: bool = False) -> None:
-    decode.channel.offer(KEY, "d", prefill.channel.address, 0, TARGET, needs_token)
+    decode.channel.offer(KEY, "d", [prefill.channel.address], 0, TARGET, needs_token)
 
 
 def assert_copied(prefill: Any, decode: Any) -> None:
@@ -40,7 +40,7 @@ def test_prefill_knows_that_decode_has_offered_or_will_not(prefill: Any, decode:
     offer(decode, prefill)
     prefill.until(lambda: prefill.channel.is_answered(KEY))
     other = ("other", 1)
-    decode.channel.withdraw(other, prefill.channel.address, "aborted")
+    decode.channel.withdraw(other, [prefill.channel.address], "aborted")
     prefill.until(lambda: prefill.channel.is_answered(other))
     decode.channel.cancel(KEY, "aborted")
     prefill.until(lambda: not prefill.counter("open_writing"))
@@ -141,7 +141,7 @@ def test_an_offer_for_a_prefill_that_is_over_breaks(prefill: Any, decode: Any) -
 def test_a_closed_peer_breaks_every_handoff_with_it(prefill: Any, decode: Any) -> None:
     for number in range(3):
         key, blocks = (f"s{number}", 1), [3 * number, 3 * number + 1]
-        decode.channel.offer(key, f"d{number}", prefill.channel.address, 0, blocks, True)
+        decode.channel.offer(key, f"d{number}", [prefill.channel.address], 0, blocks, True)
     prefill.until(lambda: prefill.counter("open_writing") == 3)
     prefill.channel.close()
     for number in range(3):
@@ -152,7 +152,7 @@ def test_a_closed_peer_breaks_every_handoff_with_it(prefill: Any, decode: Any) -
 def test_a_peer_that_was_never_there(decode: Any, make_side: Callable[..., Any]) -> None:
     gone = make_side("gone")
     gone.channel.close()
-    decode.channel.offer(KEY, "d", gone.channel.address, 0, TARGET, False)
+    decode.channel.offer(KEY, "d", [gone.channel.address], 0, TARGET, False)
     assert decode.wait("broken", "d") == "the prefill replica was lost"
 
 
@@ -175,14 +175,14 @@ def test_an_unlike_layout_is_refused_and_the_difference_named(
 ) -> None:
     other = make_side("other", **option)
     for request_id in ("first", "second"):
-        decode.channel.offer((request_id, 1), request_id, other.channel.address, 0, TARGET, False)
+        decode.channel.offer((request_id, 1), request_id, [other.channel.address], 0, TARGET, False)
         assert f"{name} differs" in decode.wait("broken", request_id)
     assert other.counter("open_writing") == 0
 
 
 def test_another_secret_is_not_heard(prefill: Any, make_side: Callable[..., Any]) -> None:
     stranger = make_side("stranger", secret="another", timeout_s=0.2)
-    stranger.channel.offer(KEY, "d", prefill.channel.address, 0, TARGET, False)
+    stranger.channel.offer(KEY, "d", [prefill.channel.address], 0, TARGET, False)
     prefill.wait_counter("bad_messages", 2)  # hello and offer
     assert prefill.counter("open_writing") == 0
     stranger.channel.cancel(KEY, "aborted")
@@ -238,7 +238,7 @@ def test_the_same_session_in_a_new_epoch_is_another_handoff(prefill: Any, decode
     decode.channel.cancel(KEY, "aborted")
     decode.wait("broken", "d")
     again = ("session", 2)
-    decode.channel.offer(again, "d2", prefill.channel.address, 0, TARGET, False)
+    decode.channel.offer(again, "d2", [prefill.channel.address], 0, TARGET, False)
     prefill.save(again, "p", PROMPT, PROMPT, SOURCE)
     prefill.channel.ended(again, "p", True)
     assert decode.wait("received", "d2") is None
@@ -252,3 +252,46 @@ def test_a_closed_channel_takes_no_commands_and_closes_twice(prefill: Any) -> No
     prefill.channel.cancel(KEY, "late")
     prefill.channel.ended(KEY, "p", True)
     assert not prefill.channel.wait_quiet([KEY], 0.01)
+
+
+def test_replicas_meet_before_the_first_request_and_forget_who_is_gone(
+    prefill: Any, decode: Any, make_side: Callable[..., Any]
+) -> None:
+    other = make_side("other")
+    decode.channel.meet([[prefill.channel.address], [other.channel.address]])
+    prefill.until(lambda: len(prefill.channel._prefill.agents) == len(other.channel._prefill.agents) == 1)
+    prefill.channel.keep([[decode.channel.address]])
+    prefill.channel.keep([])
+    prefill.until(lambda: not prefill.channel._prefill.agents)
+    decode.channel.meet([[prefill.channel.address]])
+    decode.until(lambda: decode.channel._endpoint.peers == {prefill.channel.address})
+
+
+def test_a_peer_that_was_never_listed_is_not_forgotten(prefill: Any, decode: Any) -> None:
+    decode.channel.meet([[prefill.channel.address]])
+    prefill.until(lambda: prefill.channel._prefill.agents)
+    prefill.channel.keep([])
+    prefill.barrier()
+    assert prefill.channel._prefill.agents
+
+
+def test_a_peer_with_an_open_handoff_is_forgotten_later(prefill: Any, decode: Any) -> None:
+    offer(decode, prefill)
+    prefill.until(lambda: prefill.channel.is_answered(KEY))
+    for _ in range(2):
+        prefill.channel.keep([[decode.channel.address]])
+        prefill.channel.keep([])
+    prefill.barrier()
+    assert prefill.channel._prefill.agents
+    decode.channel.cancel(KEY, "aborted")
+    prefill.wait_idle()
+    prefill.channel.keep([])
+    prefill.until(lambda: not prefill.channel._prefill.agents)
+
+
+def test_what_is_no_address_fails_its_own_handoff_only(prefill: Any, decode: Any) -> None:
+    decode.channel.offer(KEY, "d", ["nonsense"], 0, TARGET, False)
+    assert "lost" in decode.wait("broken", "d")
+    decode.channel.offer(("good", 1), "g", [prefill.channel.address], 0, TARGET, False)
+    prefill.save(("good", 1), "p", PROMPT, PROMPT, SOURCE)
+    assert decode.wait("received", "g") is None

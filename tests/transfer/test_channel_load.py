@@ -34,9 +34,10 @@ class SlowPlane(InProcessPlane):
 def test_quiet_means_no_write_reads_these_blocks(decode: Any, make_side: Callable[..., Any]) -> None:
     plane = SlowPlane("slow")
     prefill = make_side("prefill", plane=plane)
-    decode.channel.offer(("s", 1), "d", prefill.channel.address, 0, [1, 2], False)
+    decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)
     prefill.until(lambda: prefill.counter("open_writing"))
     prefill.save(("s", 1), "p", 8, 8, [3, 4])
+    prefill.until(lambda: len(prefill.channel._prefill.in_flight) == prefill.layers)
     assert not prefill.channel.wait_quiet([("s", 1)], 0.05)
     assert prefill.channel.wait_quiet([("other", 1)], 10)
     plane.gate.set()
@@ -47,7 +48,7 @@ def test_quiet_means_no_write_reads_these_blocks(decode: Any, make_side: Callabl
 def test_a_cancel_is_answered_only_when_writes_are_done(decode: Any, make_side: Callable[..., Any]) -> None:
     plane = SlowPlane("slow")
     prefill = make_side("prefill", plane=plane)
-    decode.channel.offer(("s", 1), "d", prefill.channel.address, 0, [1, 2], False)
+    decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)
     prefill.save(("s", 1), "p", 8, 8, [3, 4])
     prefill.until(lambda: prefill.channel._prefill.in_flight)
     decode.channel.cancel(("s", 1), "aborted")
@@ -76,7 +77,7 @@ def test_garbage_is_counted_and_harmless(prefill: Any, decode: Any) -> None:
     host, _, port = prefill.channel.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    decode.channel.offer(("s", 1), "d", prefill.channel.address, 0, [1], False)
+    decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1], False)
     prefill.save(("s", 1), "p", 4, 4, [2])
     assert decode.wait("received", "d") is None
     assert prefill.counter("bad_messages") == len(frames)
@@ -138,7 +139,7 @@ class Traffic:
             del events[self.random.randint(0, 1) :]
             events.append(lambda: self.prefill.channel.ended(key, name, False))
         position = self.random.randint(0, len(events))
-        offer = lambda: self.decode.channel.offer(key, name, address, 0, target, True)  # noqa: E731
+        offer = lambda: self.decode.channel.offer(key, name, [address], 0, target, True)  # noqa: E731
         events.insert(position, offer)
         if self.random.random() < 0.3:
             self.cancelled.add(name)

@@ -14,13 +14,13 @@ from transfer.control import BadMessage, Seal
 from transfer.layout import KVLayout
 
 SEAL = Seal("secret")
-LAYOUT = KVLayout(1, 1, 4, 16, 64, (2**47,), "cuda", 1, "model")
+LAYOUT = KVLayout(1, 1, 4, 16, 64, (2**47,), "cuda", 1, {"model": "m"})
 MESSAGES = [
-    control.Hello("agent", b"\x00\xff", LAYOUT),
+    control.Hello("tcp://127.0.0.1:1", "agent", b"\x00\xff", LAYOUT),
     control.Welcome(),
     control.Refused("block_size differs"),
-    control.Offer("session", 1, 2, [5, 4, 9], 60.0),
-    control.Cancel("session", 1, "aborted"),
+    control.Offer("session", 1, 0, 2, [5, 4, 9], 60.0),
+    control.Cancel("session", 1, 0, "aborted"),
     control.Landed("session", 1),
     control.Failed("session", 1, "a write failed"),
     control.FirstToken("session", 1, 42),

@@ -104,21 +104,21 @@ def test_blocks_go_as_soon_as_they_are_final() -> None:
     machine = writer()
     machine.offered(0, [10, 11])
     assert machine.saved(0, 3, 6, [1, 2]) == []
-    assert machine.saved(0, 5, 6, [1, 2]) == [Write(0, (1,), (10,))]
-    assert machine.saved(0, 6, 6, [1, 2]) == [Write(0, (2,), (11,))]
+    assert machine.saved(0, 5, 6, [1, 2]) == [Write(0, 0, (1,), (10,))]
+    assert machine.saved(0, 6, 6, [1, 2]) == [Write(0, 1, (2,), (11,))]
 
 
 def test_what_was_computed_before_the_offer_goes_with_it() -> None:
     machine = writer()
     machine.saved(0, 6, 6, [1, 2])
     machine.saved(1, 4, 6, [1, 2])
-    assert machine.offered(0, [10, 11]) == [Write(0, (1, 2), (10, 11)), Write(1, (1,), (10,))]
+    assert machine.offered(0, [10, 11]) == [Write(0, 0, (1, 2), (10, 11)), Write(1, 0, (1,), (10,))]
 
 
 def test_cached_blocks_of_decode_are_not_written() -> None:
     machine = writer()
     machine.offered(1, [11])
-    assert machine.saved(0, 8, 8, [1, 2]) == [Write(0, (2,), (11,))]
+    assert machine.saved(0, 8, 8, [1, 2]) == [Write(0, 1, (2,), (11,))]
 
 
 def test_too_few_offered_blocks_fail_once_and_write_nothing_after() -> None:
@@ -134,14 +134,14 @@ def test_a_preempted_prefill_offers_no_blocks_that_are_no_longer_its_own() -> No
     machine.saved(0, 4, 8, [1, 2])
     machine.preempted()
     assert machine.offered(0, [10, 11]) == []
-    assert machine.saved(0, 4, 8, [5, 6]) == [Write(0, (5,), (10,))]
+    assert machine.saved(0, 4, 8, [5, 6]) == [Write(0, 0, (5,), (10,))]
 
 
 def test_a_preempted_prefill_writes_no_block_twice() -> None:
     machine = writer()
     machine.offered(0, [10, 11])
-    assert machine.saved(0, 4, 8, [1, 2]) == [Write(0, (1,), (10,))]
+    assert machine.saved(0, 4, 8, [1, 2]) == [Write(0, 0, (1,), (10,))]
     machine.write_done(True)
     machine.preempted()
     assert machine.saved(0, 4, 8, [5, 6]) == []
-    assert machine.saved(0, 8, 8, [5, 6]) == [Write(0, (6,), (11,))]
+    assert machine.saved(0, 8, 8, [5, 6]) == [Write(0, 1, (6,), (11,))]

@@ -15,7 +15,7 @@ LAYOUT = KVLayout(
     block_size=16,
     block_bytes=64,
     bases=(0, 1000, 2000, 3000, 4000, 5000),
-    fingerprint="model",
+    facts={"model": "one"},
 )
 
 
@@ -37,7 +37,6 @@ def test_regions_must_match_the_layers() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"fingerprint": "another"},
         {"num_layers": 6, "regions_per_layer": 1},
         {"num_layers": 2, "regions_per_layer": 3},
         {"block_size": 32},
@@ -47,12 +46,18 @@ def test_regions_must_match_the_layers() -> None:
 )
 def test_a_difference_is_named_with_both_values(change: dict[str, object]) -> None:
     other = replace(LAYOUT, **change)
-    name = next(iter(change))
+    name = next(iter(change)).replace("block_bytes", "head_bytes")
     reason = mismatch(LAYOUT, other)
     assert reason is not None
     assert name in reason
     assert repr(getattr(LAYOUT, name)) in reason
-    assert repr(change[name]) in reason
+    assert repr(getattr(other, name)) in reason
+
+
+def test_an_unlike_fact_is_named_with_both_values() -> None:
+    assert mismatch(LAYOUT, replace(LAYOUT, facts={"model": "two"})) == "model differs: 'one' here, 'two' there"
+    more = replace(LAYOUT, facts={"model": "one", "vllm": "9"})
+    assert mismatch(LAYOUT, more) == "vllm differs: None here, '9' there"
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -26,8 +32,8 @@ from vllm.v1.request import Request
 from vllm.version import __version__
 
 from deployments.cluster_core import _FINISH, ClusterCore, traits
-from deployments.engine.vllm import IN_PROCESS, VllmEngine
-from transfer.connector import BatonConnector
+from deployments.engine.vllm import IN_PROCESS, NixlConnector, VllmEngine
+from transfer.connector import BatonConnector, _take_ascending
 
 CONNECTOR_HOOKS = {
     "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
@@ -50,6 +56,29 @@ CONNECTOR_HOOKS = {
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def test_the_engine_core_has_an_input_queue_before_its_scheduler() -> None:
+    source = inspect.getsource(EngineCoreProc.__init__)
+    assert 0 < source.index("self.input_queue = queue.Queue") < source.index("super().__init__(")
+    assert "self.input_queue.get(" in inspect.getsource(EngineCoreProc._process_input_queue)
+
+
+def test_new_blocks_come_from_one_method_of_the_pool() -> None:
+    assert parameters(BlockPool.get_new_blocks) == ["self", "num_blocks"]
+    assert parameters(KVConnectorBase_V1.bind_kv_cache_manager) == ["self", "kv_cache_manager"]
+    assert "self.block_pool = " in inspect.getsource(KVCacheManager.__init__)
+
+
+def test_new_blocks_are_taken_ascending() -> None:
+    pool = BlockPool(num_gpu_blocks=16, enable_caching=True, hash_block_size=16)
+    _take_ascending(pool)
+    taken = pool.get_new_blocks(6)
+    pool.free_blocks(reversed(pool.get_new_blocks(9)))
+    pool.free_blocks(reversed(taken))
+    again = [block.block_id for block in pool.get_new_blocks(12)]
+    assert again == sorted(again)
+    assert len(set(again)) == 12
 
 
 def names(cls: Any) -> set[str]:
@@ -91,6 +120,24 @@ def test_the_scheduler_holds_an_aborted_loads_blocks_until_it_is_reported() -> N
     assert "finished_recving_kv_req_ids" in source
     update = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
     assert update.index("update_connector_output") < update.index("finished_recving_kv_req_ids.add")
+
+
+def test_what_the_pull_connector_is_told_and_tells() -> None:
+    finished = inspect.getsource(NixlPullConnectorScheduler.request_finished)
+    assert 'params.get("do_remote_decode")' in finished
+    assert "do_remote_prefill=is_p_node" in finished
+    assert finished.index("_reqs_not_processed.add") < finished.index("_reqs_need_send["), "an abort frees at once"
+    begun = inspect.getsource(NixlPullConnectorWorker.start_load_kv)
+    assert "_reqs_to_process.add(req_id)" in begun
+    assert "_reqs_to_send[req_id] = expiration_time" in begun
+    expired = inspect.getsource(NixlPullConnectorWorker._reap_expired_send_leases)
+    assert "now >= expires" in expired
+    assert "_reqs_to_process.remove(req_id)" in expired
+    assert "nixl_agent_config" in vars(base_worker)
+    scheduler = inspect.getsource(NixlPullConnectorScheduler.__mro__[1].__init__)
+    settings = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", '"kv_lease_duration"')
+    assert all(setting in scheduler for setting in settings)
+    assert issubclass(NixlConnector, NixlPullConnector)
 
 
 def test_what_the_engine_uses() -> None:

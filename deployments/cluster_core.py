@@ -19,12 +19,22 @@ from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments import request_context
-from deployments.errors import NeverFits, Overloaded, ReplicaLost, SessionError, SessionTimeout, Unavailable
+from deployments.errors import (
+    HandoffFailed,
+    NeverFits,
+    Overloaded,
+    ReplicaLost,
+    SessionError,
+    SessionTimeout,
+    Unavailable,
+)
 from deployments.messages import (
     Admit,
+    Handoff,
     Mode,
     Placement,
     Reject,
@@ -36,7 +46,17 @@ from deployments.messages import (
 )
 from deployments.policy.split import RequestTraits, split_rule
 from deployments.request_context import RequestContext
-from deployments.session import Deliver, Effect, Fail, Finish, PrefillOver, Session, State
+from deployments.session import (
+    Deliver,
+    Effect,
+    EndPrefill,
+    Fail,
+    Finish,
+    PrefillOver,
+    Session,
+    StartDecode,
+    State,
+)
 from deployments.wire import OutputReceiver
 
 logger = logging.getLogger("baton.core")
@@ -74,6 +94,8 @@ class Pool(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Open:
+    """One open session. `until_pulled`: what ends when decode has the KV cache, where decode pulls it."""
+
     request: EngineCoreRequest
     context: RequestContext | None
     session: Session
@@ -81,16 +103,29 @@ class _Open:
     outcome: str = ""
     placement: Placement | None = None
     calls: list[asyncio.Task[None]] = field(default_factory=list)
+    until_pulled: list[asyncio.Task[None]] = field(default_factory=list)
+    prefill_stats: PrefillStats | None = None
 
 
 class ClusterCore(EngineCoreClient):
-    """Create it in a running event loop. `host`: the address replicas send outputs to."""
+    """Create it in a running event loop. `host`: the address replicas send outputs to.
+
+    `handoff`: how the engines of this application move a split session's KV cache.
+    """
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, manager: Manager, pools: Mapping[str, Pool], host: str, session_timeout_s: float) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        pools: Mapping[str, Pool],
+        host: str,
+        session_timeout_s: float,
+        handoff: Handoff = Handoff.PUSHED,
+    ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._manager, self._pools, self._session_timeout_s = manager, pools, session_timeout_s
+        self._handoff = handoff
         self._receiver = OutputReceiver(host)
         self._decoder, self._encoder = MsgpackDecoder(EngineCoreOutputs), MsgpackEncoder()
         self._open: dict[str, _Open] = {}
@@ -107,7 +142,7 @@ class ClusterCore(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Begin a session and return at once; whatever becomes of it comes as outputs."""
         context = request_context.current.get()
-        entry = _Open(request, context, Session(request.request_id))
+        entry = _Open(request, context, Session(request.request_id, self._handoff))
         self._open[request.request_id] = entry
         self._own(self._serve(entry), f"session-{request.request_id}")
 
@@ -151,7 +186,7 @@ class ClusterCore(EngineCoreClient):
 
     async def _place(self, entry: _Open) -> Placement | None:
         """Ask the manager; None when the session was over before it answered. Raises SessionError."""
-        request = _session_request(entry.request)
+        request = _session_request(entry.request, self._handoff)
         opening = asyncio.ensure_future(self._manager.open(request))
         over = asyncio.ensure_future(entry.over.wait())
         try:
@@ -171,21 +206,55 @@ class ClusterCore(EngineCoreClient):
         return decision.placement if entry.session.state is State.OPENING else None
 
     def _begin(self, entry: _Open, placement: Placement) -> None:
-        """Decode first, so that its blocks are offered as early as can be; neither call waits for the other."""
-        self._apply(entry, entry.session.placed(placement.mode))
-        for role, replica in ((Role.DECODE, placement.decode), (Role.PREFILL, placement.prefill)):
-            if replica is not None:
-                entry.calls.append(self._own(self._call(entry, placement, role, replica), f"{role}-call"))
+        """Where decode pulls, prefill alone: its output starts decode.
 
-    async def _call(self, entry: _Open, placement: Placement, role: Role, replica: ReplicaInfo) -> None:
+        Otherwise decode first, so that its blocks are offered as early as can be; neither call waits for the other.
+        """
+        self._apply(entry, entry.session.placed(placement.mode))
+        if placement.mode is Mode.DISAGGREGATED and self._handoff is Handoff.PULLED:
+            entry.until_pulled.append(self._start(entry, placement, Role.PREFILL, {"do_remote_decode": True}))
+            return
+        for role, replica, peer in (
+            (Role.DECODE, placement.decode, placement.prefill),
+            (Role.PREFILL, placement.prefill, placement.decode),
+        ):
+            if replica is not None:
+                self._start(entry, placement, role, _pushed(placement, role, peer) if peer else None)
+
+    def _start(
+        self, entry: _Open, placement: Placement, role: Role, transfer: dict[str, Any] | None
+    ) -> asyncio.Task[None]:
+        """Call one replica. `transfer`: what its KV connector is told, none where nothing is handed over."""
+        call = self._own(self._call(entry, placement, role, transfer), f"{role}-call")
+        entry.calls.append(call)
+        return call
+
+    def _start_decode(self, entry: _Open, prefilled: EngineCoreOutput) -> None:
+        """Prefill holds the KV cache, and its output says where. Decode has `handoff_timeout_s` to begin."""
+        placement = entry.placement
+        assert placement is not None
+        entry.prefill_stats = prefilled.prefill_stats
+        self._start(entry, placement, Role.DECODE, prefilled.kv_transfer_params)
+        limit = self._own(self._limit_pull(entry, placement.handoff_timeout_s), "pull-limit")
+        entry.calls.append(limit)
+        entry.until_pulled.append(limit)
+
+    async def _limit_pull(self, entry: _Open, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        error = HandoffFailed(f"decode has not begun within {timeout_s:g} s of the prefill")
+        self._apply(entry, entry.session.failed(error))
+
+    async def _call(self, entry: _Open, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
         try:
-            await self._run_part(entry, placement, role, replica)
+            await self._run_part(entry, placement, role, transfer)
         except Exception as error:
             self._apply(entry, entry.session.failed(_internal(error)))
             raise
 
-    async def _run_part(self, entry: _Open, placement: Placement, role: Role, replica: ReplicaInfo) -> None:
-        request = _part(entry.request, placement, role)
+    async def _run_part(self, entry: _Open, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
+        replica = placement.decode if role is Role.DECODE else placement.prefill
+        assert replica is not None
+        request = _part(entry.request, role, self._handoff, transfer)
         task = SessionTask(
             session_id=placement.session_id,
             epoch=placement.epoch,
@@ -256,8 +325,8 @@ class ClusterCore(EngineCoreClient):
         else:
             return
         finish = None if output.finish_reason is None else _FINISH[output.finish_reason]
-        if role is Role.DECODE and prefill is not None:
-            output.prefill_stats = None  # prefill's counts are the request's
+        if role is Role.DECODE and prefill is not None and output.prefill_stats is not None:
+            output.prefill_stats = entry.prefill_stats  # prefill's counts are the request's
         self._apply(entry, entry.session.output(role, output, finish), flush=False)
 
     def _apply(self, entry: _Open, effects: list[Effect], flush: bool = True) -> None:
@@ -267,6 +336,11 @@ class ClusterCore(EngineCoreClient):
                     self._batch.append(_delivered(output, finish))
                 case PrefillOver():
                     self._prefill_over(entry)
+                case StartDecode(output):
+                    self._start_decode(entry, output)
+                case EndPrefill():
+                    for task in entry.until_pulled:
+                        task.cancel()
                 case Fail(error):
                     self._fail(entry, error)
                 case _:
@@ -323,11 +397,11 @@ def _refusal(reject: Reject) -> SessionError:
     return Overloaded(reject.reason, reject.retry_after_s)
 
 
-def _session_request(request: EngineCoreRequest) -> SessionRequest:
+def _session_request(request: EngineCoreRequest, handoff: Handoff) -> SessionRequest:
     params = request.sampling_params
     assert params is not None
     assert params.max_tokens is not None
-    allowed, rule = split_rule(traits(request))
+    allowed, rule = split_rule(traits(request), handoff)
     prompt_tokens = len(request.prompt_token_ids or ())
     return SessionRequest(request.request_id, prompt_tokens, params.max_tokens, allowed, rule)
 
@@ -351,32 +425,40 @@ def traits(request: EngineCoreRequest) -> RequestTraits:
     )
 
 
-def _part(request: EngineCoreRequest, placement: Placement, role: Role) -> EngineCoreRequest:
-    """The request as one replica gets it."""
-    if placement.mode is not Mode.DISAGGREGATED:
-        return request
-    assert placement.prefill is not None
-    assert placement.decode is not None
-    peer = placement.prefill if role is Role.DECODE else placement.decode
-    part, params = copy.copy(request), _clone(request)
-    assert params.max_tokens is not None
-    if role is Role.DECODE:
-        params.max_tokens -= 1
-        params.min_tokens = max(0, params.min_tokens - 1)
-    else:
-        params.max_tokens = 1
-        params.min_tokens = min(1, params.min_tokens)
-    baton = {
-        "role": str(role),
-        "session": placement.session_id,
-        "epoch": placement.epoch,
-        "peers": list(peer.endpoints),
+def _pushed(placement: Placement, role: Role, peer: ReplicaInfo) -> dict[str, Any]:
+    """What Baton's connector is told: which handoff, and where the other side's workers are."""
+    return {
+        "baton": {
+            "role": str(role),
+            "session": placement.session_id,
+            "epoch": placement.epoch,
+            "peers": list(peer.endpoints),
+        }
     }
-    params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": {"baton": baton}}
+
+
+def _part(
+    request: EngineCoreRequest, role: Role, handoff: Handoff, transfer: dict[str, Any] | None
+) -> EngineCoreRequest:
+    """The request as one replica gets it. What a client may have said of KV transfers does not reach an engine."""
+    assert request.sampling_params is not None
+    part, params = copy.copy(request), copy.copy(request.sampling_params)
+    if transfer is not None:
+        params = _split(params, role, handoff)
+    told = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+    params.extra_args = {name: value for name, value in told.items() if value is not None} or None
     part.sampling_params = params
     return part
 
 
-def _clone(request: EngineCoreRequest) -> SamplingParams:
-    assert request.sampling_params is not None
-    return copy.copy(request.sampling_params)
+def _split(params: SamplingParams, role: Role, handoff: Handoff) -> SamplingParams:
+    """One role's share of the sampling; `params` is changed."""
+    assert params.max_tokens is not None
+    match handoff, role:
+        case Handoff.PULLED, Role.PREFILL:
+            return SamplingParams(temperature=0.0, max_tokens=1)  # nobody sees its token: no grammar, no stops
+        case Handoff.PUSHED, Role.PREFILL:
+            params.max_tokens, params.min_tokens = 1, min(1, params.min_tokens)
+        case Handoff.PUSHED, Role.DECODE:
+            params.max_tokens, params.min_tokens = params.max_tokens - 1, max(0, params.min_tokens - 1)
+    return params

@@ -56,7 +56,7 @@ class FleetView:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What one placement reserved. `seen_s`: when its owner last listed the session (or when it was made)."""
+    """What one placement reserved. `seen_s`: when a replica last listed the session (or when it was made)."""
 
     placement: Placement
     prompt_tokens: int
@@ -74,6 +74,11 @@ class Promise:
     def prefiller(self) -> ReplicaInfo:
         """The replica that computes the prompt."""
         return self.placement.prefill or self.placement.owner
+
+    @property
+    def replica_ids(self) -> tuple[str, str]:
+        """The replicas that work for the session, its owner first; decode may be called when prefill is over."""
+        return self.placement.owner.replica_id, self.prefiller.replica_id
 
     def blocks_on(self, replica_id: str) -> int:
         """Blocks taken on a replica: all on its owner; on a helper the prompt's, while prefilling."""
@@ -105,7 +110,7 @@ class Fleet:
 
     `pools`: the pools that the configuration names, with their roles. `stale_s`: a replica silent for longer
     is not placed on. `slack_s`: a promise outlives its session's timeout by this. `unconfirmed_s`: a promise
-    whose owner has not listed the session for so long is void (its ingress died before the session began, or
+    whose replicas have not listed the session for so long is void (its ingress died before the session began, or
     before it closed). `forget_s`: a replica silent for longer is forgotten.
     """
 
@@ -239,7 +244,7 @@ class Fleet:
     def _confirm(self, snapshot: ReplicaSnapshot, now_s: float) -> None:
         listed = frozenset(snapshot.sessions)
         for key, promise in self._promises.items():
-            if key[0] in listed and promise.placement.owner.replica_id == snapshot.replica_id:
+            if key[0] in listed and snapshot.replica_id in promise.replica_ids:
                 self._promises[key] = replace(promise, seen_s=now_s)
 
     def _drop_released(self) -> None:
@@ -248,8 +253,7 @@ class Fleet:
                 del self._promises[key]
 
     def _is_listed(self, promise: Promise) -> bool:
-        replicas = (promise.placement.owner.replica_id, promise.prefiller.replica_id)
-        arrivals = (self._arrivals[replica_id] for replica_id in replicas if replica_id in self._arrivals)
+        arrivals = (self._arrivals[replica_id] for replica_id in promise.replica_ids if replica_id in self._arrivals)
         return any(promise.placement.session_id in arrival.snapshot.sessions for arrival in arrivals)
 
     def _promises_by_replica(self) -> dict[str, list[Promise]]:

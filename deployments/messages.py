@@ -24,6 +24,17 @@ class Mode(StrEnum):
     PREFILL_LOCAL = "prefill_local"
 
 
+class Handoff(StrEnum):
+    """Who moves a split session's KV cache, and so who samples its first token.
+
+    Pushed: prefill writes it while it computes, and samples the first token. Pulled: decode reads it once prefill is
+    over, recomputes the prompt's last position, and samples every token.
+    """
+
+    PUSHED = "pushed"
+    PULLED = "pulled"
+
+
 class Phase(StrEnum):
     """What a replica is doing; shown on `/ready` and the status page."""
 

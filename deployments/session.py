@@ -2,7 +2,8 @@
 
 The cluster core owns it and carries out the effects. `ALLOWED` is the table of legal events; an illegal event
 raises `IllegalEvent` and changes nothing. Outputs are opaque here: a prefill output carries the first token, and
-decode outputs that overtake it on the way are held back until it has been delivered.
+decode outputs that overtake it on the way are held back until it has been delivered. Where the handoff is pulled,
+decode is started with prefill's output and gives every token itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from deployments.errors import HandoffFailed, ReplicaLost, SessionError
-from deployments.messages import Mode, Role
+from deployments.messages import Handoff, Mode, Role
 
 
 class IllegalEvent(Exception):
@@ -22,6 +23,7 @@ class IllegalEvent(Exception):
 class State(StrEnum):
     OPENING = "opening"
     PREFILLING = "prefilling"
+    PULLING = "pulling"
     DECODING = "decoding"
     OVER = "over"
 
@@ -58,6 +60,18 @@ class PrefillOver:
 
 
 @dataclass(frozen=True, slots=True)
+class StartDecode:
+    """Start the decode replica's part. `output`: prefill's, which says where decode finds the KV cache."""
+
+    output: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrefill:
+    """Decode has the KV cache: prefill need not hold its blocks any longer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """Tell the client that there will be no (more) answer."""
 
@@ -71,7 +85,7 @@ class Close:
     outcome: str
 
 
-Effect = Deliver | PrefillOver | Fail | Close
+Effect = Deliver | PrefillOver | StartDecode | EndPrefill | Fail | Close
 
 
 @dataclass(slots=True)
@@ -79,6 +93,7 @@ class Session:
     """A session is over once, with one `Close`, whatever happens."""
 
     session_id: str
+    handoff: Handoff = Handoff.PUSHED
     mode: Mode | None = None
     state: State = State.OPENING
     held: list[tuple[Any, Finish | None]] = field(default_factory=list)
@@ -95,17 +110,27 @@ class Session:
         self._check("output")
         if self.state is State.OVER:
             return []
-        if self._split and role is Role.PREFILL and self.state is State.DECODING:
+        if self._split and role is Role.PREFILL and self.state is not State.PREFILLING:
             return []  # it has said all it has to say
         if finish is Finish.ERROR:
             error = HandoffFailed if self._split else SessionError
             return self.failed(error(f"the {role} engine could not go on with the request"))
         if self.state is State.DECODING:
             return self._deliver(output, finish)
+        if self.state is State.PULLING:
+            self.state = State.DECODING
+            return [EndPrefill(), *self._deliver(output, finish)]
         if role is Role.DECODE:
             self.held.append((output, finish))
             return []
-        return self._first(output, finish)
+        return self._prefilled(output, finish) if self.handoff is Handoff.PULLED else self._first(output, finish)
+
+    def _prefilled(self, output: Any, finish: Finish | None) -> list[Effect]:
+        """Prefill's own token is not delivered, whatever it is: decode samples that position again."""
+        if finish is Finish.ABORT:
+            return self._deliver(output, finish)
+        self.state = State.PULLING
+        return [PrefillOver(), StartDecode(output)]
 
     def _first(self, output: Any, finish: Finish | None) -> list[Effect]:
         if finish in (Finish.STOP, Finish.ABORT):

@@ -6,18 +6,31 @@ One of the four files that import vllm. What it relies on is checked by tests/de
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.version import __version__ as vllm_version
@@ -25,8 +38,12 @@ from vllm.version import __version__ as vllm_version
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import Role
+from transfer.lifeline import die_with_parent
+
+logger = logging.getLogger("baton.engine")
 
 RPC_TIMEOUT_S = 10.0
+RELEASE_AGAIN_S = 0.02
 
 # One worker needs no process of its own: that saves a process, an import and the spinning on a shared-memory queue
 # between the two. Named by its path, as vLLM replaces the short name "uni" by "mp" on CPU (there for OpenMP's
@@ -36,6 +53,8 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 class VllmEngine:
     """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name."""
+
+    _worker_extension = "transfer.connector.WorkerExtension"
 
     def __init__(
         self,
@@ -68,22 +87,23 @@ class VllmEngine:
         self._client = client
         vllm_config = client.vllm_config
         self._total_blocks = int(vllm_config.cache_config.num_gpu_blocks or 0)
-        endpoints = await self._rpc("baton_endpoint")
         return EngineInfo(
             fingerprint=self._fingerprint(),
             block_size=int(vllm_config.cache_config.block_size),
             total_blocks=self._total_blocks - 1,  # vLLM keeps one block as the null block
             max_sessions=int(vllm_config.scheduler_config.max_num_seqs),
             max_model_len=int(vllm_config.model_config.max_model_len),
-            endpoints=tuple(endpoints),
+            endpoints=tuple(await self._endpoints()),
         )
 
-    def _launch(self) -> AsyncMPClient:
-        config, role = self._config, self._role
-        transfer = KVTransferConfig(
+    async def _endpoints(self) -> list[str]:
+        return await self._rpc("baton_endpoint")
+
+    def _transfer(self) -> KVTransferConfig:
+        return KVTransferConfig(
             kv_connector="BatonConnector",
             kv_connector_module_path="transfer.connector",
-            kv_role="kv_producer" if role is Role.PREFILL else "kv_consumer",
+            kv_role=self._kv_role,
             kv_load_failure_policy="fail",
             kv_connector_extra_config={
                 "secret": self._secret,
@@ -92,10 +112,18 @@ class VllmEngine:
                 "backend": self._channel.backend,
                 "transports": self._channel.transports,
                 "handoff_timeout_s": self._channel.handoff_timeout_s,
-                "fingerprint": self._fingerprint(),
+                "facts": self._facts(),
+                "limits": self._channel.pacing.model_dump(),
                 "trace_dir": self._channel.trace_dir,
             },
         )
+
+    @property
+    def _kv_role(self) -> Literal["kv_producer", "kv_consumer"]:
+        return "kv_producer" if self._role is Role.PREFILL else "kv_consumer"
+
+    def _launch(self) -> AsyncMPClient:
+        config = self._config
         optional = {
             "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
             "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -111,8 +139,8 @@ class VllmEngine:
             tensor_parallel_size=config.tensor_parallel_size,
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=True,
-            worker_extension_cls="transfer.connector.WorkerExtension",
-            kv_transfer_config=transfer,
+            worker_extension_cls=self._worker_extension,
+            kv_transfer_config=self._transfer(),
             distributed_executor_backend=IN_PROCESS if config.tensor_parallel_size == 1 else "mp",
             **{name: value for name, value in optional.items() if value is not None},
             **config.engine_args,
@@ -120,19 +148,23 @@ class VllmEngine:
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         return AsyncMPClient(vllm_config, Executor.get_class(vllm_config), log_stats=True)
 
-    def _fingerprint(self) -> str:
+    def _facts(self) -> dict[str, str]:
         """What must agree for two replicas to exchange KV. Weights may be quantised on one side: KV is the same."""
-        facts: dict[str, Any] = {
+        facts = {
             "model": self._model.source,
             "dtype": self._model.dtype,
-            "kv_cache_dtype": self._config.engine_args.get("kv_cache_dtype", "auto"),
-            "block_size": self._config.block_size,
+            "kv_cache_dtype": str(self._config.engine_args.get("kv_cache_dtype", "auto")),
+            "block_size": str(self._config.block_size),
             "vllm": vllm_version,
         }
         checkpoint = Path(self._model_path) / "config.json"
         if checkpoint.is_file():
             facts["checkpoint"] = hashlib.sha256(checkpoint.read_bytes()).hexdigest()
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return facts
+
+    def _fingerprint(self) -> str:
+        """Replicas with the same one can exchange KV."""
+        return hashlib.sha256(json.dumps(self._facts(), sort_keys=True).encode()).hexdigest()[:16]
 
     async def add(self, frames: tuple[bytes, ...]) -> None:
         request = self._decoder.decode(list(frames))
@@ -178,6 +210,9 @@ class VllmEngine:
     def encode(self, payloads: list[Any]) -> list[bytes]:
         return [bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(outputs=payloads))]
 
+    async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
+        await self._rpc("baton_meet", str(self._role), [list(workers) for workers in peers])
+
     async def counters(self) -> dict[str, float]:
         totals: dict[str, float] = dict(self._totals)
         for worker in await self._rpc("baton_counters"):
@@ -196,8 +231,9 @@ class VllmEngine:
             raise EngineError("the engine is not running")
         return self._client
 
-    async def _rpc(self, method: str) -> list[Any]:
-        return await asyncio.wait_for(self._engine.collective_rpc_async(method), RPC_TIMEOUT_S)
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        call = self._engine.collective_rpc_async(method, args=arguments)
+        return await asyncio.wait_for(call, RPC_TIMEOUT_S)
 
 
 COUNTERS = (
@@ -208,3 +244,95 @@ COUNTERS = (
     "generated_tokens",
     "preemptions",
 )
+
+
+class PullEngine(VllmEngine):
+    """One engine core with vLLM's own NIXL connector: decode reads the KV cache when prefill is over.
+
+    Prefill's last output names its blocks, and they are held until decode has read them. That request is therefore
+    not finished here: aborting it lets go of blocks that nobody will read.
+    """
+
+    _worker_extension = "deployments.engine.vllm.PullWorker"
+
+    async def _endpoints(self) -> list[str]:
+        return []
+
+    def _transfer(self) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_connector_module_path="deployments.engine.vllm",
+            kv_role=self._kv_role,
+            kv_buffer_device=current_platform.device_type,
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={
+                "backends": [self._channel.backend],
+                # How long prefill holds blocks that decode never asks for; while decode waits, it renews this.
+                "kv_lease_duration": math.ceil(self._channel.handoff_timeout_s),
+                "transports": self._channel.transports,
+                "host": self._host,
+            },
+        )
+
+    def _output(self, output: EngineCoreOutput) -> Output:
+        taken = super()._output(output)
+        held = (output.kv_transfer_params or {}).get("do_remote_prefill", False)
+        return replace(taken, finished=taken.finished and not held)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await super().abort(request_ids)
+        if self._role is Role.PREFILL:
+            await self._release(request_ids)
+
+    async def _release(self, request_ids: list[str]) -> None:
+        """Again until the workers know nothing of the requests: a lease begins one step after its request's end."""
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                while any(await self._rpc("baton_release", request_ids)):  # noqa: ASYNC110 - nothing tells us
+                    await asyncio.sleep(RELEASE_AGAIN_S)
+        except TimeoutError:
+            logger.warning("blocks of %s stay held until their lease is over", request_ids)
+        except EngineDeadError as error:
+            raise EngineError("the engine is dead") from error
+
+    async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
+        """vLLM's connector makes a connection when decode first pulls from a prefill replica."""
+
+    async def counters(self) -> dict[str, float]:
+        return dict(self._totals)
+
+
+class PullWorker:
+    """Methods that vLLM mixes into its workers, so that a replica can ask them by `collective_rpc`."""
+
+    def baton_release(self, request_ids: list[str]) -> int:
+        """End the leases on prefilled blocks; the number of requests that the connector still knows."""
+        worker = get_kv_transfer_group().connector_worker
+        for request_id in request_ids:
+            if request_id in worker._reqs_to_send:
+                worker._reqs_to_send[request_id] = 0.0  # a time that is over; the next step frees the blocks
+        return sum(request_id in worker._reqs_to_process for request_id in request_ids)
+
+
+class NixlConnector(NixlPullConnector):
+    """vLLM's connector, told by our configuration what it takes from the environment of its (the engine's) process.
+
+    It keeps its name: by it vLLM prepares the caches of some models.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        die_with_parent()
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if extra["transports"]:
+            os.environ["UCX_TLS"] = extra["transports"]
+        # The side channel is read and opened by the scheduler's half only: a port of its own, free at this moment.
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = extra["host"]
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(get_open_port())
+        cores = os.sched_getaffinity(0)
+        if current_platform.is_cpu() and role is KVConnectorRole.WORKER:
+            # NIXL's progress thread spins on a whole core, and vLLM has no setting against it. On CPU that core is
+            # the model's; without the thread, transfers progress in the engine's steps, which go on while one is open.
+            base_worker.nixl_agent_config = functools.partial(base_worker.nixl_agent_config, enable_prog_thread=False)
+        super().__init__(vllm_config, role, kv_cache_config)
+        # On CPU vLLM has just pinned this thread, the one that computes the model, to the node's last core.
+        os.sched_setaffinity(0, cores)

@@ -1,16 +1,16 @@
 """Which modes serve a request exactly: the same tokens, with the same probabilities, as one engine gives.
 
-A split request's first token is sampled by the prefill engine and enters the decode engine as the last token
-of its prompt. Whatever counts, or was moved by, *generated* tokens therefore starts one token late on the
-decode engine. A request that would feel that is served by one engine until the state travels with the
-handoff.
+Where prefill pushes the KV cache, a split request's first token is sampled by the prefill engine and enters the
+decode engine as the last token of its prompt. Whatever counts, or was moved by, *generated* tokens therefore starts
+one token late on the decode engine. A request that would feel that is served by one engine until the state travels
+with the handoff. Where decode pulls the KV cache it samples every token itself, and those rules fall away.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deployments.messages import Mode
+from deployments.messages import Handoff, Mode
 
 ANY = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL, Mode.PREFILL_LOCAL)
 """Best first. One engine serves anything; the prefill pool's is the last resort (see `placement.place`)."""
@@ -39,8 +39,11 @@ class RequestTraits:
     repetition_detection: bool = False
 
 
-def split_rule(traits: RequestTraits) -> tuple[tuple[Mode, ...], str]:
+def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tuple[tuple[Mode, ...], str]:
     """The modes that serve a request exactly, best first, and the rule that narrowed them ("" when none did).
+
+    Rules about the first token hold for a pushed handoff only: one_token, prompt_logprobs, embeds_or_multimodal and
+    lora hold for every handoff.
 
     | rule                 | why it is not split                                                             |
     | -------------------- | ------------------------------------------------------------------------------- |
@@ -57,16 +60,17 @@ def split_rule(traits: RequestTraits) -> tuple[tuple[Mode, ...], str]:
     """
     if traits.max_tokens == 1:
         return (Mode.PREFILL_LOCAL, Mode.DECODE_LOCAL), "one_token"
+    pushed = handoff is Handoff.PUSHED
     rules = (
         (traits.prompt_logprobs, "prompt_logprobs"),
-        (traits.seeded_sampling, "seeded_sampling"),
-        (traits.output_penalties, "output_penalties"),
-        (traits.structured_output, "structured_output"),
-        (traits.bad_words, "bad_words"),
-        (traits.stateful_logits, "stateful_logits"),
+        (pushed and traits.seeded_sampling, "seeded_sampling"),
+        (pushed and traits.output_penalties, "output_penalties"),
+        (pushed and traits.structured_output, "structured_output"),
+        (pushed and traits.bad_words, "bad_words"),
+        (pushed and traits.stateful_logits, "stateful_logits"),
         (traits.has_embeds_or_multimodal, "embeds_or_multimodal"),
         (traits.lora, "lora"),
-        (traits.repetition_detection, "repetition_detection"),
+        (pushed and traits.repetition_detection, "repetition_detection"),
     )
     rule = next((name for applies, name in rules if applies), "")
     return (ONE_ENGINE, rule) if rule else (ANY, "")

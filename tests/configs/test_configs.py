@@ -142,6 +142,7 @@ WRONG = [
     ("decode.main.engine", {"kind": "mock"}, "engine.kind must be the same"),
     ("decode.main.engine.block_size", 64, "engine.block_size must be the same"),
     ("decode.main.engine.max_model_len", 4096, "decode-main: engine.max_model_len 4096"),
+    ("decode.main.engine.tensor_parallel_size", 2, "engine.tensor_parallel_size must be the same"),
     ("decode.a b", {"engine": {"kind": "vllm"}}, "'a b'"),
     *(
         (f"prefill.engine.engine_args.{name}", "x", f"prefill: engine.engine_args may not set ['{name}']")
@@ -163,6 +164,18 @@ def test_a_block_size_is_a_power_of_two_in_every_pool() -> None:
         pool["engine"]["block_size"] = 48
     with pytest.raises(ValidationError, match=r"prefill: engine\.block_size must be a power of two, not 48"):
         BatonConfig.model_validate(spoilt)
+
+
+def test_vllms_own_connector_takes_unlike_tensor_parallelism_but_no_mock() -> None:
+    whole = changed("decode.main.engine.tensor_parallel_size", 2)
+    whole["channel"] = {"kind": "vllm"}
+    assert BatonConfig.model_validate(whole).channel.kind == "vllm"
+    whole["decode"]["main"]["engine"]["engine_args"] = {"kv_cache_dtype": "fp8"}
+    with pytest.raises(ValidationError, match="kv_cache_dtype must be the same"):
+        BatonConfig.model_validate(whole)
+    mocks = {"prefill": {"engine": {"kind": "mock"}}, "decode": {"main": {"engine": {"kind": "mock"}}}}
+    with pytest.raises(ValidationError, match=r"channel\.kind vllm .* engine\.kind must be vllm, not mock"):
+        BatonConfig.model_validate({**mocks, "channel": {"kind": "vllm"}})
 
 
 @pytest.mark.parametrize("missing", ["prefill", "decode"])

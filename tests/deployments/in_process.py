@@ -23,7 +23,7 @@ from deployments.cluster_core import ClusterCore
 from deployments.engine.mock import MockEngine
 from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost
-from deployments.messages import Role, SessionReport, SessionTask
+from deployments.messages import Handoff, Role, SessionReport, SessionTask
 from deployments.replica import Identity, Replica
 from deployments.request_context import RequestContext
 from deployments.session_manager import SessionManager
@@ -191,7 +191,8 @@ class InProcess:
         self.planes: dict[str, GatedPlane] = {}
         self.replicas: dict[str, Replica] = {}
         self.pools = {pool: Pool(self.replicas) for pool in config.pools}
-        self.core = ClusterCore(self.manager, self.pools, "127.0.0.1", config.placement.session_timeout_s)
+        handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
+        self.core = ClusterCore(self.manager, self.pools, "127.0.0.1", config.placement.session_timeout_s, handoff)
         self.answers: dict[str, Answer] = {}
         self._reader = asyncio.create_task(self._read())
 
@@ -199,7 +200,7 @@ class InProcess:
         """Start replicas; the session manager knows that they are ready."""
         for replica_id in replica_ids:
             self._build(replica_id)
-            await self.replicas[replica_id].start()
+        await asyncio.gather(*(self.replicas[replica_id].start() for replica_id in replica_ids))
         await until(lambda: self._are_ready(replica_ids))
 
     def _build(self, replica_id: str) -> None:

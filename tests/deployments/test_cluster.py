@@ -347,7 +347,7 @@ async def test_no_replica_is_up(launch: Launch, monkeypatch: pytest.MonkeyPatch,
     """Every rule of today allows the prefill replica as the last resort; one that does not has to be made up."""
     if up:
         modes = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL)
-        monkeypatch.setattr(cluster_core, "split_rule", lambda traits: (modes, "made_up"))
+        monkeypatch.setattr(cluster_core, "split_rule", lambda *_: (modes, "made_up"))
     cluster = await launch(config(queue_timeout_s=0.05), up)
     answer = await cluster.answer(prompt(8), max_tokens=5)
     assert_failed(answer, Unavailable)

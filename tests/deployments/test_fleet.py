@@ -136,10 +136,11 @@ def test_a_promise_expires_after_its_session_timeout_and_slack() -> None:
     assert fleet.promises() == ()
 
 
-def test_a_promise_that_its_replica_never_lists_is_void_early(fleet: Fleet) -> None:
+@pytest.mark.parametrize("lister", [D0, P0], ids=["decode", "prefill, decode not called yet"])
+def test_a_promise_that_its_replicas_never_list_is_void_early(fleet: Fleet, lister: ReplicaInfo) -> None:
     fleet.promise(split("listed", 30), 160, 0.0)
     fleet.promise(split("never", 30), 160, 0.0)
-    fleet.update(snapshot(D0, 2, sessions=("listed",)), 29.0)
+    fleet.update(snapshot(lister, 2, sessions=("listed",)), 29.0)
     assert [promise.key for promise in fleet.expire(31.0)] == [("never", 1)]
     assert [promise.key for promise in fleet.promises()] == [("listed", 1)]
 

@@ -11,17 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.errors import HandoffFailed, ReplicaLost, SessionError, SessionTimeout
-from deployments.messages import Mode, Role
+from deployments.messages import Handoff, Mode, Role
 from deployments.session import (
     ALLOWED,
     Close,
     Deliver,
     Effect,
+    EndPrefill,
     Fail,
     Finish,
     IllegalEvent,
     PrefillOver,
     Session,
+    StartDecode,
     State,
 )
 
@@ -47,6 +49,11 @@ def failed(session: Session) -> list[Effect]:
     return session.failed(TIMEOUT)
 
 
+def pulled(session: Session) -> list[Effect]:
+    session.handoff = Handoff.PULLED
+    return session.placed(Mode.DISAGGREGATED)
+
+
 SPLIT = placed(Mode.DISAGGREGATED)
 FIRST = output(P, "first", Finish.LENGTH)
 
@@ -57,6 +64,9 @@ WAYS: dict[str, tuple[State, list[Event]]] = {
     "split, decode ahead": (State.PREFILLING, [SPLIT, output(D, "early")]),
     "split, decode all ahead": (State.PREFILLING, [SPLIT, output(D, "early", Finish.LENGTH)]),
     "split, decoding": (State.DECODING, [SPLIT, FIRST]),
+    "pulled": (State.PREFILLING, [pulled]),
+    "pulled, prefilled": (State.PULLING, [pulled, FIRST]),
+    "pulled, decoding": (State.DECODING, [pulled, FIRST, output(D, "first")]),
     "decode local": (State.DECODING, [placed(Mode.DECODE_LOCAL)]),
     "prefill local": (State.DECODING, [placed(Mode.PREFILL_LOCAL), output(P)]),
     "answered": (State.OVER, [SPLIT, FIRST, output(D, "last", Finish.LENGTH)]),
@@ -142,6 +152,34 @@ def test_a_session_on_one_replica(mode: Mode, role: Role, finish: Finish) -> Non
     assert effects == [Deliver(1, False), Deliver(2, False), Deliver(3, True), Close(str(finish))]
 
 
+def test_a_pulled_session() -> None:
+    """Prefill's output starts decode and is not delivered; decode's first says that it has the KV cache."""
+    session = Session("s", Handoff.PULLED)
+    assert session.placed(Mode.DISAGGREGATED) == []
+    assert session.output(P, "where", Finish.LENGTH) == [PrefillOver(), StartDecode("where")]
+    assert session.output(D, "first", None) == [EndPrefill(), Deliver("first", finish=False)]
+    assert session.output(D, "second", None) == [Deliver("second", finish=False)]
+    assert session.output(D, "third", Finish.LENGTH) == [Deliver("third", finish=True), Close("length")]
+
+
+def test_prefills_token_does_not_end_a_pulled_answer_but_decodes_first_can() -> None:
+    session = after("pulled")
+    assert session.output(P, "a stop token", Finish.STOP) == [PrefillOver(), StartDecode("a stop token")]
+    effects = session.output(D, "a stop token", Finish.STOP)
+    assert effects == [EndPrefill(), Deliver("a stop token", finish=True), Close("stop")]
+
+
+def test_a_pulled_session_whose_prefill_was_aborted_starts_no_decode() -> None:
+    assert after("pulled").output(P, "nothing", Finish.ABORT) == [Deliver("nothing", finish=True), Close("abort")]
+
+
+@pytest.mark.parametrize("mode", LOCAL)
+def test_a_session_on_one_replica_has_no_handoff_to_pull(mode: Mode) -> None:
+    session = Session("s", Handoff.PULLED)
+    effects = run([placed(mode), output(LOCAL[mode], 1), output(LOCAL[mode], 2, Finish.LENGTH)], session)
+    assert effects == [Deliver(1, False), Deliver(2, True), Close("length")]
+
+
 def test_decode_outputs_that_overtake_prefill_are_held_and_come_in_order() -> None:
     session = after("split")
     assert run([output(D, 2), output(D, 3), output(D, 4, Finish.STOP), ended(D, True)], session) == []
@@ -170,8 +208,9 @@ def test_the_first_token_can_be_the_last(way: str, finish: Finish) -> None:
     assert effects == [Deliver("first", finish=True), Close(str(finish))]
 
 
-def test_prefill_has_nothing_to_say_after_its_first_token() -> None:
-    session = after("split, decoding")
+@pytest.mark.parametrize("way", ["split, decoding", "pulled, decoding"])
+def test_prefill_has_nothing_to_say_after_its_first_token(way: str) -> None:
+    session = after(way)
     before = copy.deepcopy(session)
     for finish in (None, *Finish):
         assert session.output(P, "again", finish) == []
@@ -186,6 +225,8 @@ def test_prefill_has_nothing_to_say_after_its_first_token() -> None:
         ("split", D, HandoffFailed),
         ("split, decode ahead", D, HandoffFailed),
         ("split, decoding", D, HandoffFailed),
+        ("pulled", P, HandoffFailed),
+        ("pulled, prefilled", D, HandoffFailed),
         ("decode local", D, SessionError),
         ("prefill local", P, SessionError),
     ],
@@ -205,6 +246,10 @@ def test_an_error_from_an_engine_ends_the_session(way: str, role: Role, error: t
         ("split", D),
         ("split, decode all ahead", P),
         ("split, decoding", D),
+        ("pulled", P),
+        ("pulled, prefilled", P),
+        ("pulled, prefilled", D),
+        ("pulled, decoding", D),
         ("decode local", D),
         ("prefill local", P),
     ],
@@ -238,9 +283,9 @@ def test_a_session_can_fail_and_be_cancelled_at_any_time(way: str, event: Event)
     assert session.held == []
 
 
-@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=25))
-def test_any_order_of_events_ends_in_one_close(events: list[str]) -> None:
-    session, effects = Session("s"), list[Effect]()
+@given(st.sampled_from(Handoff), st.lists(st.sampled_from(sorted(EVENTS)), max_size=25))
+def test_any_order_of_events_ends_in_one_close(handoff: Handoff, events: list[str]) -> None:
+    session, effects = Session("s", handoff), list[Effect]()
     for number, event in enumerate(events):
         kind, act = EVENTS[event]
         if kind == "output":
@@ -260,7 +305,12 @@ def test_any_order_of_events_ends_in_one_close(events: list[str]) -> None:
     assert ends in ([], effects[-2:-1]), "the client hears of the end once, right before"
     numbers = [number for _, number in names(effects)]
     assert len(numbers) == len(set(numbers)), "nothing is delivered twice"
-    if session.mode is Mode.DISAGGREGATED:
+    if session.mode is Mode.DISAGGREGATED and handoff is Handoff.PULLED:
+        starts = [effect for effect in effects if isinstance(effect, (PrefillOver, StartDecode, EndPrefill))]
+        assert [type(effect) for effect in starts] == [PrefillOver, StartDecode, EndPrefill][: len(starts)]
+        assert EndPrefill() in effects or not names(effects) or [role for role, _ in names(effects)] == ["prefill"]
+        assert numbers == sorted(numbers)
+    elif session.mode is Mode.DISAGGREGATED:
         roles = [role for role, _ in names(effects)]
         assert roles == (["prefill"] + ["decode"] * (len(roles) - 1) if roles else [])
         assert numbers[1:] == sorted(numbers[1:])

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from deployments.messages import Mode
+from deployments.messages import Handoff, Mode
 from deployments.policy.split import RequestTraits, split_rule
 
 FLAGS = [field.name for field in fields(RequestTraits) if field.name != "max_tokens"]
@@ -31,3 +31,16 @@ def test_every_trait_keeps_a_request_on_one_engine_and_names_its_rule(flag: str)
     assert rule == flag.removeprefix("has_")
     assert split_rule.__doc__ is not None
     assert f"| {rule} " in split_rule.__doc__
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_rules_about_the_first_token_fall_away_where_decode_samples_it(flag: str) -> None:
+    modes, rule = split_rule(RequestTraits(16, **{flag: True}), Handoff.PULLED)
+    if flag in ("prompt_logprobs", "has_embeds_or_multimodal", "lora"):
+        assert (modes, rule) == split_rule(RequestTraits(16, **{flag: True}))
+    else:
+        assert (modes, rule) == split_rule(RequestTraits(16))
+
+
+def test_one_token_is_prefill_work_alone_in_every_handoff() -> None:
+    assert split_rule(RequestTraits(max_tokens=1), Handoff.PULLED) == split_rule(RequestTraits(max_tokens=1))

@@ -1,0 +1,165 @@
+"""Real engines with vLLM's own NIXL connector under the cluster core, without Ray: the answers, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import FinishReason
+
+from configs.schema import (
+    BatonConfig,
+    ChannelConfig,
+    ModelConfig,
+    PlacementConfig,
+    PoolConfig,
+    ResourcesConfig,
+    VllmEngineConfig,
+)
+from deployments.engine.build import build_engine, environment
+from deployments.messages import Mode, Role, SessionReport, SessionTask
+from deployments.replica import Identity, Replica
+from tests.deployments.in_process import PREFILL, REPLICAS, SMALL, InProcess, until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+ENGINE = VllmEngineConfig(kv_cache_memory_bytes=512 << 20, max_num_batched_tokens=256)
+POOL = PoolConfig(engine=ENGINE, resources=ResourcesConfig())
+CONFIG = BatonConfig(
+    model=ModelConfig(dtype="float32"),
+    prefill=POOL,
+    decode={"small": POOL},
+    channel=ChannelConfig(kind="vllm", handoff_timeout_s=200),  # no test waits so long for a lease
+    placement=PlacementConfig(snapshot_interval_s=0.01),
+)
+_random = random.Random(3)
+
+
+class RealEngines(InProcess):
+    def _build(self, replica_id: str) -> None:
+        pool = REPLICAS[replica_id]
+        role = Role.PREFILL if pool == "prefill" else Role.DECODE
+        identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
+        engine = build_engine(CONFIG, identity, "not used")
+        self.replicas[replica_id] = Replica(identity, engine, self.manager, CONFIG.placement)
+
+    async def alone(self, prompt: list[int], **sampling: Any) -> list[int]:
+        """What the decode engine answers by itself. With prompt log probabilities it reads no cache."""
+        answer = await self.answer(prompt, **{**sampling, "prompt_logprobs": 0})
+        assert answer.context.modes == {Mode.DECODE_LOCAL}
+        return answer.tokens
+
+    async def used(self) -> list[int]:
+        """Blocks in use on prefill and decode. An idle engine does not report: short requests make it."""
+        await asyncio.gather(self.answer([1, 2, 3], max_tokens=1), self.alone([1, 2, 3], max_tokens=2))
+        replicas = (await self.manager.status())["replicas"]
+        return [replicas[replica_id]["used_blocks"] for replica_id in (PREFILL, SMALL)]
+
+    async def all_is_free(self) -> None:
+        async def look() -> bool:
+            return await self.used() == [0, 0]
+
+        await until(look)
+        await self.closed()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[RealEngines]:
+    os.environ.update(environment(CONFIG, "prefill"))
+    made = RealEngines(CONFIG)
+    try:
+        await made.start(PREFILL, SMALL)
+        yield made
+    finally:
+        await made.close()
+
+
+def prompt(tokens: int) -> list[int]:
+    return [_random.randint(100, 40_000) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize("tokens", [2, 129, 300])
+async def test_a_pulled_answer_is_the_answer_of_one_engine(cluster: RealEngines, tokens: int) -> None:
+    asked = prompt(tokens)
+    answer = await cluster.answer(asked, max_tokens=8)
+    assert answer.context.modes == {Mode.DISAGGREGATED}
+    assert (len(answer.tokens), answer.reason) == (8, FinishReason.LENGTH)
+    assert answer.tokens == await cluster.alone(asked, max_tokens=8)
+    again = await cluster.answer(asked, max_tokens=8)
+    assert again.tokens == answer.tokens, "with the prompt in both prefix caches"
+    await cluster.all_is_free()
+
+
+async def test_decode_pulls_the_prompt_and_computes_none_of_it(cluster: RealEngines) -> None:
+    before = [await cluster.replicas[replica_id].counters() for replica_id in (PREFILL, SMALL)]
+    await cluster.answer(prompt(200), max_tokens=3)
+    prefill, decode = [await cluster.replicas[replica_id].counters() for replica_id in (PREFILL, SMALL)]
+    assert prefill["computed_tokens"] - before[0]["computed_tokens"] == 200
+    assert decode["computed_tokens"] == before[1]["computed_tokens"]
+    assert decode["loaded_tokens"] - before[1]["loaded_tokens"] == 200
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "seed": 7},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"structured_outputs": StructuredOutputsParams(regex="(ab|cd)+")},
+    ],
+    ids=["seed", "penalties", "grammar"],
+)
+async def test_what_counts_generated_tokens_is_exact(cluster: RealEngines, sampling: dict[str, Any]) -> None:
+    if grammar := sampling.get("structured_outputs"):
+        grammar._backend = "xgrammar"  # as vLLM's frontend chooses
+    asked = prompt(140)
+    answer = await cluster.answer(asked, max_tokens=8, **sampling)
+    assert answer.context.modes == {Mode.DISAGGREGATED}
+    assert len(answer.tokens) == 8
+    assert answer.tokens == await cluster.alone(asked, max_tokens=8, **sampling)
+
+
+async def test_several_at_once_the_same_prompt_among_them(cluster: RealEngines) -> None:
+    prompts = [prompt(30 + 60 * n) for n in range(4)]
+    prompts += prompts[2:]
+    answers = [await cluster.ask(each, max_tokens=6) for each in prompts]
+    for each, answer in zip(prompts, answers, strict=True):
+        assert (await answer.over()).tokens == await cluster.alone(each, max_tokens=6)
+    await cluster.all_is_free()
+
+
+@pytest.mark.parametrize("when", ["prefilling", "held", "pulling", "decoding"])
+async def test_a_cancel_frees_both_sides(cluster: RealEngines, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Held: the prefill is over and decode never comes. Pulling: the cancel meets decode's first step."""
+    pool, called = cluster.pools["decode-small"], asyncio.Event()
+    answer_call = pool.run
+
+    async def run(task: SessionTask) -> SessionReport:
+        called.set()
+        if when == "held":
+            await asyncio.Event().wait()
+        return await answer_call(task)
+
+    monkeypatch.setattr(pool, "run", run)
+    answer = await cluster.ask(prompt(1200 if when == "prefilling" else 300), max_tokens=400)
+    if when == "prefilling":
+        await until(lambda: _runs(cluster, PREFILL))
+    elif when == "decoding":
+        await answer.has(3)
+    else:
+        await asyncio.wait_for(called.wait(), 60)
+    if when == "held":
+        monkeypatch.undo()
+        assert (await cluster.used())[0] >= 3
+    await cluster.core.abort_requests_async([answer.request_id])
+    monkeypatch.undo()
+    await cluster.all_is_free()
+    assert answer.reason is None
+
+
+async def _runs(cluster: RealEngines, replica_id: str) -> bool:
+    return bool((await cluster.manager.status())["replicas"][replica_id]["sessions"])

@@ -8,10 +8,11 @@ count is free in the engine, so decoding never has to preempt.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from deployments.messages import Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 
 Key = tuple[str, int]
 """A promise's identity: session id and epoch."""
@@ -132,12 +133,15 @@ class Fleet:
         self._shapes: dict[str, ReplicaInfo] = {}
         self._promises: dict[Key, Promise] = {}
         self._epochs: dict[str, tuple[int, float]] = {}
+        self._peers: dict[tuple[Role, str], Peers] = {}
 
     def update(self, snapshot: ReplicaSnapshot, now_s: float) -> None:
         """Take a replica's snapshot; one that is older than the newest is ignored."""
         known = self._arrivals.get(snapshot.replica_id)
         if known is not None and snapshot.version <= known.snapshot.version:
             return
+        if known is None or known.snapshot.info != snapshot.info:
+            self._peers.clear()
         self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s)
         if snapshot.info is not None:
             self._shapes[snapshot.info.pool] = snapshot.info
@@ -147,6 +151,7 @@ class Fleet:
     def forget(self, replica_id: str) -> None:
         """A replica is gone. Its promises stay until their sessions are closed."""
         self._arrivals.pop(replica_id, None)
+        self._peers.clear()
         self._drop_released()
 
     def next_epoch(self, session_id: str, now_s: float) -> int:
@@ -208,6 +213,21 @@ class Fleet:
     def snapshots(self) -> Mapping[str, ReplicaSnapshot]:
         """The newest snapshot of every replica, by replica id."""
         return {replica_id: arrival.snapshot for replica_id, arrival in self._arrivals.items()}
+
+    def peers(self, info: ReplicaInfo) -> Peers:
+        """The replicas of the other role with the same fingerprint."""
+        key = info.role, info.fingerprint
+        if key not in self._peers:
+            infos = (arrival.snapshot.info for arrival in self._arrivals.values())
+            endpoints = tuple(
+                sorted(
+                    peer.endpoints
+                    for peer in infos
+                    if peer and peer.endpoints and peer.role is not info.role and peer.fingerprint == info.fingerprint
+                )
+            )
+            self._peers[key] = Peers(zlib.crc32(repr(endpoints).encode()), endpoints)
+        return self._peers[key]
 
     def view(self, now_s: float) -> FleetView:
         """The fleet at this moment, for policy."""

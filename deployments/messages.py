@@ -61,7 +61,10 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """A replica's load at one moment. `version` grows by one with every snapshot of that replica."""
+    """A replica's load at one moment. `version` grows by one with every snapshot of that replica.
+
+    `peers_version`: of the newest `Peers` that it has.
+    """
 
     replica_id: str
     version: int
@@ -74,6 +77,18 @@ class ReplicaSnapshot:
     sessions: tuple[str, ...] = ()
     pool: str = ""
     counters: dict[str, float] = field(default_factory=dict)
+    peers_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The replicas that a replica may exchange KV with: each the control addresses of its workers, by rank.
+
+    `version` is made from the addresses: equal for equal peers, whoever counts.
+    """
+
+    version: int
+    endpoints: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

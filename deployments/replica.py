@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineLoad, Output, Step
 from deployments.errors import Unavailable
-from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Role, SessionReport, SessionTask
+from deployments.messages import Peers, Phase, ReplicaInfo, ReplicaSnapshot, Role, SessionReport, SessionTask
 from deployments.wire import OutputSender
 
 logger = logging.getLogger("baton.replica")
@@ -29,7 +29,7 @@ CANCEL_AGAIN_S = 0.5
 class ReportPort(Protocol):
     """Where snapshots go: the session manager. Raises Unavailable."""
 
-    async def report(self, snapshot: ReplicaSnapshot) -> None: ...
+    async def report(self, snapshot: ReplicaSnapshot) -> Peers | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class Replica:
         self._counted = False
         self._version = time.time_ns()  # grows over restarts too
         self._changed = asyncio.Event()
+        self._peers = Peers(0, ())
+        self._has_news_of_peers = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
 
@@ -85,6 +87,7 @@ class Replica:
             endpoints=engine.endpoints,
         )
         self._own(self._pump(), "pump")
+        self._own(self._meet_loop(), "meet")
         self._phase = Phase.READY
         self._changed.set()
 
@@ -172,13 +175,27 @@ class Replica:
             await self._refresh_counters()
             try:
                 async with asyncio.timeout(REPORT_TIMEOUT_S):
-                    await self._port.report(self._snapshot())
+                    peers = await self._port.report(self._snapshot())
+                if peers is not None:
+                    self._peers = peers
+                    self._has_news_of_peers.set()
             except (TimeoutError, Unavailable) as error:
                 logger.warning("the session manager did not take a snapshot: %r", error)
             await asyncio.sleep(self._config.snapshot_interval_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()
+
+    async def _meet_loop(self) -> None:
+        """Make the engine known to its peers before a request needs one, and forget peers that are gone."""
+        while True:
+            await self._has_news_of_peers.wait()
+            self._has_news_of_peers.clear()
+            try:
+                await self._engine.meet(self._peers.endpoints)
+            except TimeoutError:  # it is in a long step
+                self._has_news_of_peers.set()
+                await asyncio.sleep(HEARTBEAT_S)
 
     async def _refresh_counters(self) -> None:
         """Asking costs the engine a moment, so only once after it has fallen idle."""
@@ -203,6 +220,7 @@ class Replica:
             backlog_tokens=sum(live.task.prompt_tokens for live in self._live.values() if not live.started),
             sessions=tuple(live.task.session_id for live in self._live.values()),
             counters=self._counters | self._load.counters,
+            peers_version=self._peers.version,
         )
 
     async def counters(self) -> dict[str, float]:

@@ -19,6 +19,7 @@ from deployments.fleet import Fleet, FleetView, Promise, ReplicaView
 from deployments.messages import (
     Admit,
     Decision,
+    Peers,
     Phase,
     Queue,
     Reject,
@@ -99,14 +100,18 @@ class SessionManager:
             self._outcomes[outcome] += 1
             self._dispatch()
 
-    async def report(self, snapshot: ReplicaSnapshot) -> None:
-        """A replica's load, every 100 ms and on change."""
+    async def report(self, snapshot: ReplicaSnapshot) -> Peers | None:
+        """A replica's load, every 100 ms and on change. Answers with its peers when it does not know them."""
         now_s = self._clock()
         self._fleet.update(snapshot, now_s)
         if now_s - self._swept_s >= _SWEEP_S:
             self._swept_s = now_s
             self._outcomes["expired"] += sum(not promise.released for promise in self._fleet.expire(now_s))
         self._dispatch()
+        if snapshot.info is None:
+            return None
+        peers = self._fleet.peers(snapshot.info)
+        return peers if peers.version != snapshot.peers_version else None
 
     async def lost(self, replica_id: str) -> None:
         """A replica is gone, says an ingress or Serve: nothing is placed on it until it reports again."""

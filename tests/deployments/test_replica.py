@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from configs.schema import PlacementConfig
 from deployments import replica as replica_module
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.errors import Unavailable
-from deployments.messages import Phase, ReplicaSnapshot, Role, SessionTask
+from deployments.messages import Peers, Phase, ReplicaSnapshot, Role, SessionTask
 from deployments.replica import Identity, Replica
 from deployments.wire import OutputReceiver
 
@@ -31,6 +31,8 @@ class ScriptedEngine:
         self.steps: asyncio.Queue[Step | EngineError] = asyncio.Queue()
         self.added: list[tuple[bytes, ...]] = []
         self.aborted: list[str] = []
+        self.met: list[Sequence[tuple[str, ...]]] = []
+        self.is_busy = False
         self.shutdowns = 0
         self.refusal: EngineError | None = None
         self.start_error: EngineError | None = None
@@ -58,6 +60,12 @@ class ScriptedEngine:
     def encode(self, payloads: list[Any]) -> list[bytes]:
         return [repr(payloads).encode()]
 
+    async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
+        if self.is_busy:
+            self.is_busy = False
+            raise TimeoutError
+        self.met.append(peers)
+
     async def counters(self) -> dict[str, float]:
         return {"bytes_written": 7.0, "open_receiving": 0.0, "open_writing": 0.0}
 
@@ -74,15 +82,17 @@ class Manager:
     def __init__(self) -> None:
         self.snapshots: list[ReplicaSnapshot] = []
         self.outage: Unavailable | None = None
+        self.peers: Peers | None = None
         self.refused = 0
         self._came = asyncio.Event()
 
-    async def report(self, snapshot: ReplicaSnapshot) -> None:
+    async def report(self, snapshot: ReplicaSnapshot) -> Peers | None:
         if self.outage is not None:
             self.refused += 1
             raise self.outage
         self.snapshots.append(snapshot)
         self._came.set()
+        return self.peers if self.peers and self.peers.version != snapshot.peers_version else None
 
     @property
     def last(self) -> ReplicaSnapshot:
@@ -349,3 +359,19 @@ async def test_stopping_at_the_moment_that_something_changes(idle: Fixture, turn
     await asyncio.wait([run], timeout=WAIT_S)
     assert run.done()
     run.exception()
+
+
+async def test_its_engine_meets_the_peers_that_the_manager_names_once(
+    idle: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 0.01)
+    idle.engine.is_busy = True  # at first
+    idle.manager.peers = Peers(7, (("tcp://one",), ("tcp://two",)))
+    await idle.replica.start()
+    await idle.manager.until(lambda snapshot: snapshot.peers_version == 7)
+    await until(lambda: bool(idle.engine.met))
+    count = len(idle.manager.snapshots)
+    await idle.manager.until(lambda snapshot: len(idle.manager.snapshots) > count + 2)
+    assert idle.engine.met == [idle.manager.peers.endpoints]
+    idle.manager.peers = Peers(8, ())
+    await until(lambda: idle.engine.met[-1] == ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, Placeme
 from deployments.messages import (
     Admit,
     Mode,
+    Peers,
     Phase,
     Placement,
     Reject,
@@ -64,6 +66,11 @@ class Cluster:
         self._version += 1
         phase = load.pop("phase", Phase.READY)
         await self.manager.report(ReplicaSnapshot(replica.replica_id, self._version, phase, replica, **load))
+
+    async def peers(self, replica: ReplicaInfo, version: int = 0) -> Peers | None:
+        self._version += 1
+        snapshot = ReplicaSnapshot(replica.replica_id, self._version, Phase.READY, replica, peers_version=version)
+        return await self.manager.report(snapshot)
 
     async def up(self) -> None:
         await self.report(P0)
@@ -291,3 +298,23 @@ async def test_no_replica_is_ever_promised_more_than_it_has(cluster: Cluster) ->
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(result) for result in results} <= {type(None), asyncio.CancelledError}
     assert (await cluster.manager.ready())["pools"]["decode-small"]["replicas"]["d0"]["load"]["free_blocks"] == 20
+
+
+async def test_a_report_is_answered_with_peers_that_are_news(cluster: Cluster) -> None:
+    prefill, decode = replace(P0, endpoints=("p",)), replace(D0, endpoints=("d", "e"))
+    other = replace(D0, replica_id="old", fingerprint="another engine", endpoints=("x",))
+    nobody = await cluster.peers(prefill)
+    assert nobody is not None
+    assert nobody.endpoints == ()
+    assert await cluster.peers(prefill, nobody.version) is None
+    found = await cluster.peers(decode)
+    assert found is not None
+    assert found.endpoints == (("p",),)
+    await cluster.peers(other)
+    news = await cluster.peers(prefill, nobody.version)
+    assert news is not None
+    assert news.endpoints == (("d", "e"),)
+    await cluster.manager.lost("d0")
+    gone = await cluster.peers(prefill, news.version)
+    assert gone is not None
+    assert gone == nobody

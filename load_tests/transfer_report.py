@@ -15,13 +15,15 @@ GB = 1e9
 class Sample:
     """One request that was handed over. `alone_*`: the like request of the same round, served without a transfer.
 
-    `prefill_s`: from the engine's first chunk scheduled to its token received. `cpu_s`: of both engines' processes.
+    `prefill_s`: from the engine's first chunk scheduled to its token received. `step_s`: one later decode step.
+    `cpu_s`: of both engines' processes.
     """
 
     system: str
     prompt_tokens: int
     handoff: Handoff
     handoff_s: float
+    step_s: float
     prefill_s: float
     cpu_s: float
     alone_prefill_s: float
@@ -55,6 +57,7 @@ def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
         "kv_ready_ms_p99": round(percentile(ready_ms, 0.99), 2),
         "kv_written_ms_p50": round(median([handoff.kv_written_s * 1e3 for handoff in handoffs]), 2),
         "handoff_ms_p50": round(median([sample.handoff_s * 1e3 for sample in samples]), 2),
+        "decode_step_ms_p50": round(median([sample.step_s * 1e3 for sample in samples]), 2),
         "overlap_share": round(median([handoff.overlap_share for handoff in handoffs]), 4),
         "gb_per_s": round(median([handoff.size / handoff.span_s / GB for handoff in handoffs]), 3),
         "in_flight_gb_per_s": round(median([handoff.size / handoff.in_flight_s / GB for handoff in handoffs]), 3),

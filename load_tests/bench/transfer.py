@@ -19,7 +19,8 @@ follow on decode.
   is out of NIXL. In all three the decode engine acts on it in its next step, and `handoff_ms` has that in it.
 - `kv_written_ms`: from the same moment until the last transfer was known to be complete; below 0: before it.
 - `handoff_ms`: from prefill's token to the first token that decode computed, both as received here. Each is one
-  decode step past the KV: baton goes on from prefill's token, vLLM's decode computes the last of the prompt again.
+  decode step past the KV (`decode_step_ms`: the mean of those that follow): baton goes on from prefill's token,
+  vLLM's decode computes the last of the prompt again.
 - `overlap_share`: share of the bytes whose transfer was complete before that pass ended.
 - `gb_per_s`: bytes over the time from the first transfer posted to the last complete. For baton that spans most of
   the prefill, which it is meant to; `in_flight_gb_per_s` leaves out the time in which nothing was under way.
@@ -113,6 +114,7 @@ class Bench:
             prompt_tokens,
             handoff,
             request.handoff_s,
+            request.step_s,
             request.prefill_s,
             request.cpu_s,
             alone.prefill_s,

@@ -126,13 +126,6 @@ class MeasuredPushConnector(Measured, NixlPushConnector):
         return noticed
 
 
-class NoChannel:
-    """A worker extension in place of Baton's, for the one question that every engine of ours is asked at its start."""
-
-    def baton_endpoint(self) -> str:
-        return ""
-
-
 def _announced(post: Callable[..., Any], trace: Callable[..., None]) -> Callable[..., Any]:
     def announced(*args: Any, **kwargs: Any) -> Any:
         trace("posted", session=kwargs["request_id"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.executor import Executor
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
-from deployments.engine.vllm import IN_PROCESS, VllmEngine
+from deployments.engine.vllm import VllmEngine
 from deployments.messages import Role
 
 ENGINE_TTL_S = 86400.0
@@ -35,12 +33,14 @@ class NixlEngine(VllmEngine):
         )
         self.name, self.port, self._connector = name, port, connector
 
-    def _launch(self) -> AsyncMPClient:
-        config = self._config
-        transfer = KVTransferConfig(
+    async def _endpoints(self) -> list[str]:
+        return []  # of our channel, which there is none of
+
+    def _transfer(self) -> KVTransferConfig:
+        return KVTransferConfig(
             kv_connector=self._connector,
             kv_connector_module_path="load_tests.engines.nixl_connectors",
-            kv_role="kv_producer" if self._role is Role.PREFILL else "kv_consumer",
+            kv_role=self._kv_role,
             kv_load_failure_policy="fail",
             engine_id=self.name,
             kv_buffer_device="cpu",
@@ -51,24 +51,6 @@ class NixlEngine(VllmEngine):
                 "engine_ttl": ENGINE_TTL_S,  # a pause must not cost a handshake
             },
         )
-        # Argument for argument what VllmEngine passes; the benchmark compares what vLLM makes of both.
-        arguments = AsyncEngineArgs(
-            model=self._model_path,
-            dtype=self._model.dtype,
-            max_model_len=config.max_model_len or self._model.max_model_len,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            tensor_parallel_size=config.tensor_parallel_size,
-            enforce_eager=config.enforce_eager,
-            enable_prefix_caching=True,
-            worker_extension_cls="load_tests.engines.nixl_connectors.NoChannel",
-            kv_transfer_config=transfer,
-            distributed_executor_backend=IN_PROCESS,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
-        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        return AsyncMPClient(vllm_config, Executor.get_class(vllm_config), log_stats=True)
 
 
 def settings(engine: VllmEngine) -> dict[str, str]:
@@ -76,7 +58,7 @@ def settings(engine: VllmEngine) -> dict[str, str]:
     config = engine._engine.vllm_config
     scheduler = config.scheduler_config
     return {
-        "model": str(config.model_config.model),
+        "model": Path(config.model_config.model).name,
         "dtype": str(config.model_config.dtype),
         "max_model_len": str(config.model_config.max_model_len),
         "eager": str(config.model_config.enforce_eager),

@@ -41,6 +41,11 @@ class Answer:
         """Seconds from the first chunk scheduled to the first token received here."""
         return self.times_s[0] - self.scheduled_s
 
+    @property
+    def step_s(self) -> float:
+        """Mean seconds between two tokens."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
 
 class Core:
     """A started engine core, its steps taken by one task."""
@@ -102,12 +107,16 @@ def _take(answer: Answer, output: EngineCoreOutput, now: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request that was served. `handoff_s`: from prefill's token to decode's first own, both as received here."""
+    """One request that was served. Times are of tokens as received here.
+
+    `handoff_s`: from prefill's token to decode's first own. `step_s`: the mean of decode's gaps after that.
+    """
 
     request_id: str
     tokens: list[int]
     prefill_s: float
     handoff_s: float
+    step_s: float
     cpu_s: float
     events: list[Event]
 
@@ -130,15 +139,23 @@ class Pair(ABC):
         first, rest = await self._hand_over(request_id, prompt, own_tokens)
         used_s = cpu_s(self.pids) - before_s
         await asyncio.sleep(TRACE_DELAY_S)
-        handoff_s = rest.times_s[0] - first.times_s[0]
-        return Served(request_id, first.tokens + rest.tokens, first.prefill_s, handoff_s, used_s, [*self._new_events()])
+        return Served(
+            request_id,
+            first.tokens + rest.tokens,
+            first.prefill_s,
+            rest.times_s[0] - first.times_s[0],
+            rest.step_s,
+            used_s,
+            [*self._new_events()],
+        )
 
     async def serve_alone(self, request_id: str, prompt: Sequence[int], own_tokens: int) -> Served:
         """Serve one request on the prefill core alone: what the same work costs without a transfer."""
         before_s = cpu_s(self.pids)
         await self.prefill.add(request_id, prompt, own_tokens + 1)
         answer = await self.prefill.answer(request_id)
-        return Served(request_id, answer.tokens, answer.prefill_s, 0.0, cpu_s(self.pids) - before_s, [])
+        used_s = cpu_s(self.pids) - before_s
+        return Served(request_id, answer.tokens, answer.prefill_s, 0.0, answer.step_s, used_s, [])
 
     async def close(self) -> None:
         """End both engines."""

@@ -120,7 +120,7 @@ def test_a_prompt_that_was_not_computed_to_its_end_gives_no_figure() -> None:
 
 def sample(system: str, prompt: int, ready_s: float, written_s: float = 0.9, prefill_s: float = 2.0) -> Sample:
     handoff = Handoff(1.0, 1.0 + ready_s, (Move(0.5, written_s, 100 * MB),))
-    return Sample(system, prompt, handoff, 0.05, prefill_s, 3.0, 2.0, 2.5)
+    return Sample(system, prompt, handoff, 0.05, 0.03, prefill_s, 3.0, 2.0, 2.5)
 
 
 def report(samples: list[Sample], idle: dict[str, float]) -> dict[str, object]:
@@ -137,7 +137,7 @@ def test_figures_are_by_prompt_and_system() -> None:
     assert set(rows["1500"]) == {"baton", "vllm_pull"}
     ours = rows["1500"]["baton"]
     assert (ours["repeats"], ours["bytes"], ours["kv_ready_ms_p50"], ours["kv_ready_ms_p99"]) == (3, 100 * MB, 6.0, 9.0)
-    assert ours["handoff_ms_p50"] == 50.0
+    assert (ours["handoff_ms_p50"], ours["decode_step_ms_p50"]) == (50.0, 30.0)
     assert ours["cpu_s_per_gb"] == pytest.approx(5.0)  # half a second more for a tenth of a GB
     assert ours["gb_per_s"] == pytest.approx(0.25)
 

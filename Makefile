@@ -7,8 +7,10 @@ PORT   ?= 8000
 RAY_ADDRESS    ?=
 RAY_PORT       ?= 6379
 DASHBOARD_PORT ?= 8265
-# Extra arguments: for pytest with `test`, for the launcher with `serve`, for the benchmark with `bench`.
+# Extra arguments: for pytest with `test`, for the launcher with `serve`, for `bench` and `gpu-check`.
 ARGS ?=
+# What `gpu-check` runs with: any Python that has torch and nixl.
+PYTHON ?= python3
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -16,7 +18,7 @@ STAMP  := $(VENV)/.installed-$(EXTRA)
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 PROJECT_PINS  := pyproject.toml constraints.txt overrides.txt
 
-.PHONY: env serve test test-fast check format bench clean help
+.PHONY: env serve test test-fast check format bench gpu-check clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -72,6 +74,10 @@ format: env ## let ruff rewrite what it can
 bench: env ## run one benchmark against a served application: make bench NAME=...
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=<module of load_tests/bench>" >&2; exit 2; }
 	$(BIN)/python -m load_tests.bench.$(NAME) $(ARGS)
+
+# Not from `env`: a machine that has torch and nixl needs no more.
+gpu-check: ## the KV channel between two processes on the GPUs, without vLLM and Ray (PYTHON)
+	$(PYTHON) -m transfer.gpu_check $(ARGS)
 
 clean: ## remove the environment and every cache, converted models included
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -240,6 +240,8 @@ class Channel:
                 self._prefill.offered(sender, message)
             case control.Cancel() if isinstance(sender, bytes):
                 self._prefill.cancelled(sender, message)
+            case control.Welcome() if isinstance(sender, str):
+                return
             case control.FirstToken(session, epoch, token):
                 self._decode.first_token((session, epoch), token)
             case control.Landed(session, epoch) if isinstance(sender, str):
@@ -249,4 +251,4 @@ class Channel:
             case control.Refused(reason) if isinstance(sender, str):
                 self._decode.refused(sender, reason)
             case _:
-                return
+                self._outbox.counts["messages_refused"] += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import Annotated
 
 import msgspec
 
@@ -15,6 +16,13 @@ from transfer.layout import KVLayout
 
 DIGEST_BYTES = 16
 MAX_BYTES = 8 * 1024 * 1024
+REASON_CHARS = 1024
+
+# Bounded, because the newest few thousand of them are remembered.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]  # NaN is not
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class BadMessage(Exception):
@@ -28,8 +36,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(Message, frozen=True):
     """Decode introduces itself: who may be written to, and where. `address`: its own control endpoint."""
 
-    address: str
-    agent: str
+    address: Name
+    agent: Name
     agent_metadata: bytes
     layout: KVLayout
 
@@ -39,52 +47,52 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Prefill will never write to this peer, and why."""
+    """Prefill does not write to this peer, and why. It may introduce itself anew."""
 
-    reason: str
+    reason: Reason
 
 
 class Offer(Message, frozen=True):
     """Decode worker `rank` offers blocks for a session's prompt, from its block `first_block` on."""
 
-    session: str
+    session: Name
     epoch: int
     rank: int
     first_block: int
     blocks: list[int]
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class Cancel(Message, frozen=True):
     """Decode worker `rank` wants no more writes and an answer when there will be none."""
 
-    session: str
+    session: Name
     epoch: int
     rank: int
-    reason: str
+    reason: Reason
 
 
 class Landed(Message, frozen=True):
     """Every offered block is written."""
 
-    session: str
+    session: Name
     epoch: int
 
 
 class Failed(Message, frozen=True):
     """Prefill will write no more for this session."""
 
-    session: str
+    session: Name
     epoch: int
-    reason: str
+    reason: Reason
 
 
 class FirstToken(Message, frozen=True):
     """The token that prefill sampled."""
 
-    session: str
+    session: Name
     epoch: int
-    token: int
+    token: TokenId
 
 
 AnyMessage = Hello | Welcome | Refused | Offer | Cancel | Landed | Failed | FirstToken
@@ -115,6 +123,6 @@ class Seal:
             raise BadMessage("a frame with a wrong seal")
         try:
             message: AnyMessage = self._decoder.decode(body)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise BadMessage(f"a frame that fits no message: {error}") from error
         return message

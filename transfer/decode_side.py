@@ -84,10 +84,12 @@ class DecodeSide:
         self._tell(key, lambda machine: machine.cancel(reason))
 
     def landed(self, key: Key, endpoint: str) -> None:
-        self._tell(key, lambda machine: machine.landed(endpoint))
+        if self._is_writing(key, endpoint):
+            self._tell(key, lambda machine: machine.landed(endpoint))
 
     def failed(self, key: Key, reason: str, endpoint: str) -> None:
-        self._tell(key, lambda machine: machine.failed(reason, endpoint))
+        if self._is_writing(key, endpoint):
+            self._tell(key, lambda machine: machine.failed(reason, endpoint))
 
     def first_token(self, key: Key, token: int) -> None:
         """The first token may overtake the engine step that offers the blocks."""
@@ -116,6 +118,15 @@ class DecodeSide:
         """Of a prefill replica's workers, those that hold our heads."""
         layout = self._layout
         return [peers[rank] for rank in sources(layout.rank, layout.workers, len(peers), layout.total_heads)]
+
+    def _is_writing(self, key: Key, endpoint: str) -> bool:
+        """Others, and those that have said so already, have nothing to say about a handoff's end."""
+        if key not in self._receiving:
+            return False  # late or repeated
+        if endpoint in self._receiving[key].endpoints:
+            return endpoint in self._receiving[key].machine.writing
+        self._outbox.counts["messages_refused"] += 1
+        return False
 
     def _handed_over_by(self, endpoint: str) -> list[Key]:
         return [key for key, receiving in self._receiving.items() if endpoint in receiving.endpoints]

@@ -6,12 +6,15 @@ prefill process has gone: its kernel closed the socket. Connections never reconn
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer.control import MAX_BYTES, AnyMessage, BadMessage, Seal
+
+TAKE_AT_ONCE = 1000  # of a connection, then others have their turn
 
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 
@@ -54,14 +57,14 @@ class Endpoint:
         self._poller.register(fileno, zmq.POLLIN)
 
     def poll(self, timeout_ms: int | None) -> list[Incoming | PeerGone]:
-        """Wait for something, then take everything that is there."""
+        """Wait for something, then take what is there."""
         self._poller.poll(timeout_ms)
         events: list[Incoming | PeerGone] = [PeerGone(address) for address in self._unreachable]
         self._unreachable.clear()
-        while frames := _receive(self._inbox):
+        for frames in _received(self._inbox):
             self._take(frames[0], frames[-1], events)
         for address, (socket, monitor) in list(self._peers.items()):
-            while frames := _receive(socket):
+            for frames in _received(socket):
                 self._take(address, frames[-1], events)
             while monitor.poll(0):
                 if recv_monitor_message(monitor)["event"] & _GONE:
@@ -137,8 +140,9 @@ class Endpoint:
         self._context.destroy(0)
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None
+def _received(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    for _ in range(TAKE_AT_ONCE):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return

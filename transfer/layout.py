@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from transfer.heads import head_range
 
+MAX_WORKERS = 1 << 16  # and heads
+MAX_INDEX = (1 << 31) - 1  # a data plane's descriptors are numbered with 32 bits
+MAX_ADDRESS = (1 << 64) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -33,10 +37,23 @@ class KVLayout:
     heads_first: bool = True
 
     def __post_init__(self) -> None:
+        self._check_range()
         if len(self.bases) != self.num_layers * self.regions_per_layer:
             raise ValueError(f"{len(self.bases)} regions for {self.num_layers} layers x {self.regions_per_layer}")
         if self.block_bytes % len(self.heads):
             raise ValueError(f"blocks of {self.block_bytes} bytes for {len(self.heads)} heads")
+
+    def _check_range(self) -> None:
+        """Layouts come over the wire: none may lie outside the address space, or be too large to be indexed."""
+        counts = (self.num_layers, self.regions_per_layer, self.num_blocks, self.block_size, self.block_bytes)
+        if min(*counts, self.workers, self.total_heads) < 1 or max(self.workers, self.total_heads) > MAX_WORKERS:
+            raise ValueError("a count that cannot be")
+        if not (0 <= self.rank < self.workers and 0 <= self.device_id < MAX_INDEX):
+            raise ValueError(f"worker {self.rank} of {self.workers} on device {self.device_id}")
+        if self.num_layers * self.regions_per_layer * self.num_blocks > MAX_INDEX:
+            raise ValueError(f"more than {MAX_INDEX} blocks in all regions")
+        if any(not 0 <= base <= MAX_ADDRESS - self.num_blocks * self.block_bytes for base in self.bases):
+            raise ValueError("a region outside the address space")
 
     @property
     def heads(self) -> range:

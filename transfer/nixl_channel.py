@@ -70,21 +70,32 @@ class NixlPlane:
         if self._layout is None:
             raise PlaneError("no memory is registered")
         try:
-            named = self._agent.add_remote_agent(metadata)
-            if (named.decode() if isinstance(named, bytes) else named) != agent:
-                raise PlaneError(f"metadata of {named!r} came as {agent!r}")
+            added = self._agent.add_remote_agent(metadata)
+        except NIXL_ERRORS as error:
+            raise PlaneError(f"cannot reach {agent}: {error}") from error
+        named = added.decode() if isinstance(added, bytes) else added
+        if named != agent:
+            if named not in self._remote:
+                self._remove(named)
+            raise PlaneError(f"metadata of {named!r} came as {agent!r}")
+        try:
             rows = _strided(layout, *layout.window(self._layout))
             theirs = self._agent.prep_xfer_dlist(agent, rows, _segment(layout))
             self._remote[agent] = layout, self._prepare_local(self._layout.window(layout)), theirs
             self._agent.send_notif(agent, b"hello")  # makes the data connection now, not at the first write
         except NIXL_ERRORS as error:
+            self.disconnect(agent)
             raise PlaneError(f"cannot reach {agent}: {error}") from error
 
     def disconnect(self, agent: str) -> None:
         if peer := self._remote.pop(agent, None):
             with contextlib.suppress(*NIXL_ERRORS):  # NIXL forgets an agent itself when its process dies
                 self._agent.release_dlist_handle(peer[2])
-                self._agent.remove_remote_agent(agent)
+        self._remove(agent)
+
+    def _remove(self, agent: str) -> None:
+        with contextlib.suppress(*NIXL_ERRORS):  # the same
+            self._agent.remove_remote_agent(agent)
 
     def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
         if self._layout is None or agent not in self._remote:

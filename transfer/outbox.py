@@ -21,6 +21,7 @@ COUNTERS = (
     "handoffs_failed",
     "handoffs_received",
     "handoffs_broken",
+    "messages_refused",  # well formed, but not from this sender, or not here
 )
 
 

@@ -59,7 +59,7 @@ class Plane(Protocol):
 class InProcessPlane:
     """Copies within one process. The double of the NIXL plane, for tests and the mock engine."""
 
-    _live: ClassVar[set[str]] = set()
+    _live: ClassVar[dict[str, KVLayout]] = {}
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -72,7 +72,7 @@ class InProcessPlane:
 
     def register(self, layout: KVLayout) -> None:
         self._layout = layout
-        InProcessPlane._live.add(self._name)
+        InProcessPlane._live[self._name] = layout
 
     def metadata(self) -> bytes:
         return str(os.getpid()).encode()
@@ -80,6 +80,8 @@ class InProcessPlane:
     def connect(self, agent: str, metadata: bytes, layout: KVLayout) -> None:
         if metadata != self.metadata():
             raise PlaneError("the in-process channel reaches its own process only")
+        if InProcessPlane._live.get(agent) != layout:
+            raise PlaneError(f"{agent} has registered no such memory")
         self._peers[agent] = layout
 
     def disconnect(self, agent: str) -> None:
@@ -107,4 +109,4 @@ class InProcessPlane:
         return
 
     def close(self) -> None:
-        InProcessPlane._live.discard(self._name)
+        InProcessPlane._live.pop(self._name, None)

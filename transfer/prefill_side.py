@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from transfer import control
 from transfer.endpoint import Endpoint
 from transfer.handoff import SendFailed, SendLanded, Write, Writer, WriterEffect, WriterState
-from transfer.heads import readers
+from transfer.heads import readers, sources
 from transfer.layout import KVLayout, mismatch
 from transfer.outbox import Key, Outbox, Trace, remember
 from transfer.pacing import Job, Limits, Pacer
@@ -131,8 +131,8 @@ class PrefillSide:
         ranks = self._readers(peers)
         if any(self._reader(key, rank).peer is None for rank in ranks):  # decode had the whole prefill's time to offer
             writing.deadline = min(writing.deadline, time.monotonic() + OFFER_GRACE_S)
-        for rank in ranks:
-            self._carry_out(key, rank, writing.readers[rank].machine.ended(ok))
+        for rank, reader in writing.readers.items():  # whoever else has offered waits for nothing
+            self._carry_out(key, rank, reader.machine.ended(ok and rank in ranks))
         self._end_if_over(key)
 
     def preempted(self, keys: list[Key]) -> bool:
@@ -146,17 +146,44 @@ class PrefillSide:
     # ---- what decode says
 
     def hello(self, sender: bytes, hello: control.Hello) -> None:
+        agent = _Agent(hello.agent, hello.layout, hello.address)
+        known = {peer: other for peer, other in self.agents.items() if peer == sender or other.name == agent.name}
+        reason = None
+        if any(other != agent for other in known.values()):
+            reason = "this connection or this agent's name is another worker's"
+        elif not known:
+            reason = self._connect(hello)
+        if reason is not None:
+            self._refuse(sender, reason)
+            return
+        for lost in known.keys() - {sender}:
+            self._succeed(lost, sender)
+        self.agents[sender] = agent
+        self._endpoint.send(sender, control.Welcome())
+
+    def _connect(self, hello: control.Hello) -> str | None:
+        """Why we cannot write to this peer, if we cannot."""
         reason = mismatch(self._layout, hello.layout)
         if reason is None:
             try:
                 self._plane.connect(hello.agent, hello.agent_metadata, hello.layout)
             except PlaneError as error:
                 reason = str(error)
-        if reason is not None:
-            self._endpoint.send(sender, control.Refused(reason))
-            return
-        self.agents[sender] = _Agent(hello.agent, hello.layout, hello.address)
-        self._endpoint.send(sender, control.Welcome())
+        return reason
+
+    def _succeed(self, lost: bytes, sender: bytes) -> None:
+        """A worker that connects anew has lost its connection, and given up the handoffs that were on it."""
+        del self.agents[lost]
+        for key, writing in list(self._writing.items()):
+            for rank, reader in writing.readers.items():
+                if reader.peer == lost:
+                    reader.peer = sender
+                    self._stop(key, rank, reader, "the connection was lost")
+            self._end_if_over(key)
+
+    def _refuse(self, sender: bytes, reason: str) -> None:
+        self._outbox.counts["messages_refused"] += 1
+        self._endpoint.send(sender, control.Refused(reason[: control.REASON_CHARS]))
 
     def keep(self, peers: list[list[str]]) -> None:
         """The decode replicas that there are, each the endpoints of its workers: forget those that were and are not."""
@@ -174,33 +201,76 @@ class PrefillSide:
 
     def offered(self, sender: bytes, offer: control.Offer) -> None:
         key, rank = (offer.session, offer.epoch), offer.rank
-        if sender not in self.agents:
-            return  # refused already
-        agent = self.agents[sender]
-        if (key, rank) in self._gone:
+        if sender not in self.agents:  # forgotten, or its Hello was lost: refused, it introduces itself anew
+            self._refuse(sender, "this worker is not known here")
+        elif (key, rank) in self._gone:
             self._endpoint.send(sender, control.Failed(*key, self._gone[key, rank]))
-        elif rank != agent.layout.rank:
-            self._endpoint.send(sender, control.Failed(*key, "an offer in another worker's name"))
-        elif offer.first_block < 0 or not all(0 <= block < agent.layout.num_blocks for block in offer.blocks):
-            self._endpoint.send(sender, control.Failed(*key, "an offer of blocks that the peer does not have"))
+        elif reason := self._objection(sender, key, rank) or self._objection_to_blocks(sender, key, offer):
+            self._outbox.counts["messages_refused"] += 1
+            self._endpoint.send(sender, control.Failed(*key, reason))
         else:
             writing, reader = self._open(key), self._reader(key, rank)
-            reader.peer = sender
-            writing.deadline = time.monotonic() + min(offer.timeout_s, self._timeout_s)
-            self._outbox.alarm()
+            if reader.peer is None:
+                reader.peer = sender
+                writing.deadline = time.monotonic() + min(offer.timeout_s, self._timeout_s)
+                self._outbox.alarm()
             self._carry_out(key, rank, reader.machine.offered(offer.first_block, offer.blocks))
 
     def cancelled(self, sender: bytes, cancel: control.Cancel) -> None:
+        """Always answered, because decode holds its blocks until it is."""
         key, rank = (cancel.session, cancel.epoch), cancel.rank
-        writing = self._writing.get(key)
-        if writing is None:
+        if reason := self._objection(sender, key, rank):
+            self._outbox.counts["messages_refused"] += 1
+            self._endpoint.send(sender, control.Failed(*key, reason))
+        elif key not in self._writing:
             remember(self._gone, (key, rank), cancel.reason)
             self._outbox.alarm()
             self._endpoint.send(sender, control.Failed(*key, cancel.reason))
-            return
-        reader = self._reader(key, rank)
-        reader.peer = sender
-        self._stop(key, rank, reader, cancel.reason)
+        else:
+            reader = self._reader(key, rank)
+            reader.peer = sender
+            self._stop(key, rank, reader, cancel.reason)
+            if reader.machine.state is WriterState.LANDED:  # the first answer may have been lost
+                self._answer(reader, control.Landed(*key))
+            self._end_if_over(key)
+
+    def _objection(self, sender: bytes, key: Key, rank: int) -> str | None:
+        """Why this peer has no part in a handoff as worker `rank`. Then no write of the handoff goes to it."""
+        if sender not in self.agents:
+            return "this worker is not known here"
+        theirs, ours = self.agents[sender].layout, self._layout
+        if rank != theirs.rank:
+            return "a message in another worker's name"
+        if ours.rank not in sources(rank, theirs.workers, ours.workers, ours.total_heads):
+            return "this worker's heads are not ours to write"
+        if writing := self._writing.get(key):
+            reader = writing.readers.get(rank)
+            if reader is None and writing.request_id is not None:
+                return "the prefill is for a replica of fewer workers"
+            if reader is not None and reader.peer not in (None, sender):
+                return "another worker has offered its blocks"
+        return None
+
+    def _objection_to_blocks(self, sender: bytes, key: Key, offer: control.Offer) -> str | None:
+        """What is wrong with the blocks of an offer that is not a repetition."""
+        writing, has = self._writing.get(key), self.agents[sender].layout.num_blocks
+        if writing and (reader := writing.readers.get(offer.rank)) and reader.machine.remote is not None:
+            return None
+        if offer.first_block < 0 or not offer.blocks or not all(0 <= block < has for block in offer.blocks):
+            return "an offer of blocks that the peer does not have"
+        if len(offer.blocks) + self._unbegun(sender) > has:
+            return "more blocks are offered than the peer has"
+        return None
+
+    def _unbegun(self, sender: bytes) -> int:
+        """Blocks that a peer has offered to prefills that have not begun. It holds them, so there is an end to them."""
+        return sum(
+            len(reader.machine.remote or ())
+            for writing in self._writing.values()
+            if writing.request_id is None
+            for reader in writing.readers.values()
+            if reader.peer == sender and reader.machine.state is WriterState.OPEN
+        )
 
     # ---- what time and the data plane do
 
@@ -225,8 +295,9 @@ class PrefillSide:
         for key, writing in list(self._writing.items()):
             if now > writing.deadline:
                 writing.deadline = now + self._timeout_s
-                for rank, reader in list(writing.readers.items()):
+                for rank, reader in writing.readers.items():
                     self._stop(key, rank, reader, "the handoff ran out of time")
+                self._end_if_over(key)
 
     # ---- effects
 
@@ -250,7 +321,6 @@ class PrefillSide:
 
     def _stop(self, key: Key, rank: int, reader: _Reader, reason: str) -> None:
         self._carry_out(key, rank, reader.machine.stop(reason))
-        self._end_if_over(key)
 
     def _carry_out(self, key: Key, rank: int, effects: list[WriterEffect]) -> None:
         reader = self._writing[key].readers[rank]

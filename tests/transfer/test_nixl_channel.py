@@ -158,8 +158,8 @@ def test_a_killed_process_fails_its_own_handoffs_only(
 ) -> None:
     victim, peer, blocks = workers["victim"], prefill.call("address"), list(range(20, 220))
     before = prefill.call("counters")
-    for session in ("not begun", "begun"):  # its handoffs as a decode worker
-        victim.call("offer", session, peer, list(range(200)))
+    for session, target in (("not begun", range(200, 256)), ("begun", range(200))):  # its handoffs as a decode worker
+        victim.call("offer", session, peer, list(target))
     prefill.wait_counter("open_writing", 2)
     prefill.call("save", "begun", 8, 800, blocks)
     prefill.wait_counter("writes", before["writes"] + LAYERS)

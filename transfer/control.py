@@ -47,7 +47,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Prefill does not write to this peer, and why. It may introduce itself anew."""
+    """Prefill never writes to this peer on this connection, and why. It may introduce itself anew on another."""
 
     reason: Reason
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -60,6 +61,7 @@ class InProcessPlane:
     """Copies within one process. The double of the NIXL plane, for tests and the mock engine."""
 
     _live: ClassVar[dict[str, KVLayout]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # memory may be freed once `close` has returned
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,15 +93,16 @@ class InProcessPlane:
         ours, theirs = self._layout, self._peers.get(agent)
         if ours is None or theirs is None:
             raise PlaneError(f"no connection to {agent}")
-        if agent not in InProcessPlane._live:
-            return WriteState.FAILED
         skip, length = ours.window(theirs)
         skip_there, _ = theirs.window(ours)
-        for here, there in zip(local, remote, strict=True):
-            for region in range(ours.regions_per_layer):
-                which = layer * ours.regions_per_layer + region
-                target = theirs.bases[which] + there * theirs.block_bytes + skip_there
-                ctypes.memmove(target, ours.bases[which] + here * ours.block_bytes + skip, length)
+        with InProcessPlane._lock:
+            if agent not in InProcessPlane._live:
+                return WriteState.FAILED
+            for here, there in zip(local, remote, strict=True):
+                for region in range(ours.regions_per_layer):
+                    which = layer * ours.regions_per_layer + region
+                    target = theirs.bases[which] + there * theirs.block_bytes + skip_there
+                    ctypes.memmove(target, ours.bases[which] + here * ours.block_bytes + skip, length)
         return WriteState.DONE
 
     def check(self, handle: WriteState) -> WriteState:
@@ -109,4 +112,5 @@ class InProcessPlane:
         return
 
     def close(self) -> None:
-        InProcessPlane._live.pop(self._name, None)
+        with InProcessPlane._lock:
+            InProcessPlane._live.pop(self._name, None)

@@ -86,6 +86,7 @@ class PrefillSide:
         self._timeout_s, self._trace = timeout_s, trace
         self._writing: dict[Key, _Writing] = {}
         self._gone: OrderedDict[Reading, str] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._listed: set[str] = set()
         self._pacer = Pacer(limits)
         self.agents: dict[bytes, _Agent] = {}
@@ -148,10 +149,15 @@ class PrefillSide:
     def hello(self, sender: bytes, hello: control.Hello) -> None:
         agent = _Agent(hello.agent, hello.layout, hello.address)
         known = {peer: other for peer, other in self.agents.items() if peer == sender or other.name == agent.name}
-        reason = None
+        if sender in known and known != {
+            sender: agent
+        }:  # and no answer: "refused" would say that we do not write to it
+            self._outbox.counts["messages_refused"] += 1
+            return
+        reason = self._refused.get(sender)
         if any(other != agent for other in known.values()):
-            reason = "this connection or this agent's name is another worker's"
-        elif not known:
+            reason = "this agent's name is another worker's"
+        elif not known and reason is None:
             reason = self._connect(hello)
         if reason is not None:
             self._refuse(sender, reason)
@@ -182,7 +188,9 @@ class PrefillSide:
             self._end_if_over(key)
 
     def _refuse(self, sender: bytes, reason: str) -> None:
+        """For good: a peer that hears it takes its blocks back, so nothing may be written on this connection later."""
         self._outbox.counts["messages_refused"] += 1
+        remember(self._refused, sender, reason)
         self._endpoint.send(sender, control.Refused(reason[: control.REASON_CHARS]))
 
     def keep(self, peers: list[list[str]]) -> None:

@@ -55,12 +55,25 @@ class Side:
         secret: str = SECRET,
         fingerprint: str = "model",
         block_size: int = BLOCK_SIZE,
+        rank: int = 0,
+        workers: int = 1,
+        total_heads: int = 1,
     ) -> None:
-        self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        base, region = int(self.memory.ctypes.data), BLOCKS * BLOCK_BYTES
-        bases = tuple(base + index * region for index in range(LAYERS * REGIONS))
-        facts = {"fingerprint": fingerprint}
-        self.layout = KVLayout(LAYERS, REGIONS, BLOCKS, block_size, BLOCK_BYTES, bases, facts=facts)
+        block_bytes = BLOCK_BYTES // workers
+        self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, block_bytes), dtype=np.uint8)
+        base, region = int(self.memory.ctypes.data), BLOCKS * block_bytes
+        self.layout = KVLayout(
+            num_layers=LAYERS,
+            regions_per_layer=REGIONS,
+            num_blocks=BLOCKS,
+            block_size=block_size,
+            block_bytes=block_bytes,
+            bases=tuple(base + index * region for index in range(LAYERS * REGIONS)),
+            facts={"fingerprint": fingerprint},
+            rank=rank,
+            workers=workers,
+            total_heads=total_heads,
+        )
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.seal = Seal(secret)
         self.channel = Channel(

@@ -331,6 +331,8 @@ def test_an_offer_before_the_introduction_is_refused(prefill: Any, make_peer: Ca
     stranger = make_peer()
     assert isinstance(stranger.ask(offer()), Refused)
     assert prefill.counter("open_writing") == 0
+    assert isinstance(stranger.ask(stranger.hello), Refused), "it has been told that nothing will be written"
+    stranger.socket = stranger.dial()
     assert stranger.ask(stranger.hello) == Welcome()
     stranger.say(offer())
     prefill_all(prefill)
@@ -401,9 +403,8 @@ def test_a_second_introduction_changes_nothing(prefill: Any, peer: Peer) -> None
     assert peer.ask(peer.hello) == Welcome()
     unlike = msgspec.structs.replace(peer.hello, layout=dataclasses.replace(peer.layout, num_blocks=4))
     renamed = msgspec.structs.replace(peer.hello, agent="other")
-    for hello in (unlike, renamed):
-        assert isinstance(peer.ask(hello), Refused)
-    peer.say(offer(blocks=(62, 63)))
+    peer.say(unlike, renamed, offer(blocks=(62, 63)))
+    prefill.wait_counter("messages_refused", 2)
     prefill_all(prefill)
     assert peer.hear() == Landed(*KEY)
     assert len(prefill.channel._prefill.agents) == 1

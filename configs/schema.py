@@ -194,13 +194,10 @@ class BatonConfig(Section):
                 "channel.kind vllm is vLLM's own connector: every pool's engine.kind must be vllm, not mock"
             )
         dtypes = {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()}
-        alike: dict[str, dict[str, Any]] = {"engine.engine_args.kv_cache_dtype": dtypes}
-        if self.channel.kind != "vllm":
-            sizes = {name: engine.tensor_parallel_size for name, engine in vllm.items()}
-            alike["engine.tensor_parallel_size"] = sizes
-        for attribute, values in alike.items():
-            if len(set(values.values())) > 1:
-                raise ValueError(f"{attribute} must be the same in every pool to exchange KV, not {values}")
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(
+                f"engine.engine_args.kv_cache_dtype must be the same in every pool to exchange KV, not {dtypes}"
+            )
         return self
 
 

@@ -198,7 +198,10 @@ class Replica:
                 await asyncio.sleep(HEARTBEAT_S)
 
     async def _refresh_counters(self) -> None:
-        """Asking costs the engine a moment, so only once after it has fallen idle."""
+        """Asking costs the engine a moment, so only once after it has fallen idle.
+
+        Then nothing is in use, whatever the engine said in its last step: some say it before they free the blocks.
+        """
         if self._phase is Phase.READY and not self._live and not self._counted and self._error is None:
             try:
                 counters = self._counters = await self._engine.counters()
@@ -208,15 +211,17 @@ class Replica:
 
     def _snapshot(self) -> ReplicaSnapshot:
         self._version += 1
+        is_idle = self._counted and not self._live
+        load = EngineLoad(counters=self._load.counters) if is_idle else self._load
         return ReplicaSnapshot(
             replica_id=self._identity.replica_id,
             version=self._version,
             phase=self._phase,
             info=self._info,
             pool=self._identity.pool,
-            used_blocks=self._load.used_blocks,
-            running=self._load.running,
-            waiting=self._load.waiting,
+            used_blocks=load.used_blocks,
+            running=load.running,
+            waiting=load.waiting,
             backlog_tokens=sum(live.task.prompt_tokens for live in self._live.values() if not live.started),
             sessions=tuple(live.task.session_id for live in self._live.values()),
             counters=self._counters | self._load.counters,

@@ -128,6 +128,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._prefills: dict[str, Request] = {}
             self._offer_due: dict[str, float] = {}
             self._awaiting: dict[str, Request] = {}
+            self._first_tokens: dict[str, int] = {}
             self._offered: set[str] = set()
         else:
             self._channel: Channel | None = None
@@ -226,15 +227,18 @@ class BatonConnector(KVConnectorBase_V1):
         elif self._awaiting.pop(request.request_id, None) is not None:
             self._pending.cancels.append((part.key, ABORTED))
         self._offered.discard(request.request_id)
+        self._first_tokens.pop(request.request_id, None)
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
-        tokens = metadata.tokens if isinstance(metadata, WorkerMetadata) else {}
+        if isinstance(metadata, WorkerMetadata):  # rank 0 may be steps ahead of the last rank to have its KV
+            self._first_tokens |= {rid: token for rid, token in metadata.tokens.items() if rid in self._awaiting}
         for request_id in connector_output.finished_recving or ():
+            token = self._first_tokens.pop(request_id, None)
             request = self._awaiting.pop(request_id, None)
-            if request is not None and request_id in tokens:
-                _continue_from(request, tokens[request_id])
+            if request is not None and token is not None:
+                _continue_from(request, token)
 
     # ---- worker side
 

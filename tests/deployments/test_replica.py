@@ -171,8 +171,8 @@ async def test_it_reports_loading_then_ready(idle: Fixture) -> None:
 
 async def test_versions_grow_over_a_restart_too(up: Fixture) -> None:
     for blocks in range(1, 6):
-        up.engine.put(used_blocks=blocks)
-        await up.manager.until(lambda snapshot, blocks=blocks: snapshot.used_blocks == blocks)
+        up.engine.put(counters={"n": blocks})
+        await up.manager.until(lambda snapshot, blocks=blocks: snapshot.counters.get("n") == blocks)
     versions = [snapshot.version for snapshot in up.manager.snapshots]
     assert all(later > earlier for earlier, later in itertools.pairwise(versions))
     again = Fixture()
@@ -184,25 +184,25 @@ async def test_versions_grow_over_a_restart_too(up: Fixture) -> None:
 
 async def test_no_change_is_lost_between_two_reports(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change right after a snapshot is news at the next interval, not at the next heartbeat."""
-    taken: list[int] = []
+    taken: list[float | None] = []
     report = up.manager.report
 
     async def report_then_change(snapshot: ReplicaSnapshot) -> None:
         await report(snapshot)
         if len(taken) < 5:
-            taken.append(snapshot.used_blocks)
-            up.engine.put(used_blocks=100 + len(taken))
-            await until(lambda: up.replica._load.used_blocks == 100 + len(taken))
+            taken.append(snapshot.counters.get("n"))
+            up.engine.put(counters={"n": 100 + len(taken)})
+            await until(lambda: up.replica._load.counters["n"] == 100 + len(taken))
 
     monkeypatch.setattr(up.manager, "report", report_then_change)
-    up.engine.put(used_blocks=100)
-    await up.manager.until(lambda snapshot: snapshot.used_blocks == 105)
+    up.engine.put(counters={"n": 100})
+    await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 105)
 
 
 async def test_a_quiet_replica_still_says_that_it_lives(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_module, "HEARTBEAT_S", 0.005)
-    up.engine.put(used_blocks=1)
-    await up.manager.until(lambda snapshot: snapshot.used_blocks == 1)
+    up.engine.put(counters={"n": 1})
+    await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 1)
     count = len(up.manager.snapshots)
     await until(lambda: len(up.manager.snapshots) > count + 3)
 
@@ -210,11 +210,11 @@ async def test_a_quiet_replica_still_says_that_it_lives(up: Fixture, monkeypatch
 async def test_an_unreachable_manager_is_told_later(up: Fixture) -> None:
     await up.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
     up.manager.outage = Unavailable("restarting")
-    up.engine.put(used_blocks=3)
+    up.engine.put(counters={"n": 3})
     await until(lambda: up.manager.refused)
     up.manager.outage = None
-    up.engine.put(used_blocks=4)
-    await up.manager.until(lambda snapshot: snapshot.used_blocks == 4)
+    up.engine.put(counters={"n": 4})
+    await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 4)
     up.replica.check_health()
 
 
@@ -375,3 +375,12 @@ async def test_its_engine_meets_the_peers_that_the_manager_names_once(
     assert idle.engine.met == [idle.manager.peers.endpoints]
     idle.manager.peers = Peers(8, ())
     await until(lambda: idle.engine.met[-1] == ())
+
+
+async def test_an_idle_engine_uses_nothing_whatever_it_said_last(up: Fixture) -> None:
+    run = asyncio.create_task(up.replica.run(up.task("a")))
+    await until(lambda: bool(up.engine.added))
+    up.engine.put(("a", 1, True), used_blocks=40, running=1)
+    assert (await asyncio.wait_for(run, WAIT_S)).outcome == "finished"
+    idle = await up.manager.until(lambda snapshot: not snapshot.sessions and not snapshot.used_blocks)
+    assert (idle.running, idle.waiting) == (0, 0)

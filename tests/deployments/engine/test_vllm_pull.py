@@ -22,10 +22,10 @@ from configs.schema import (
     ResourcesConfig,
     VllmEngineConfig,
 )
-from deployments.engine.build import build_engine, environment
-from deployments.messages import Mode, Role, SessionReport, SessionTask
-from deployments.replica import Identity, Replica
-from tests.deployments.in_process import PREFILL, REPLICAS, SMALL, InProcess, until
+from deployments.engine.build import environment
+from deployments.messages import Mode, SessionReport, SessionTask
+from tests.deployments.in_process import PREFILL, SMALL, until
+from tests.deployments.real_engines import RealEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 ENGINE = VllmEngineConfig(kv_cache_memory_bytes=512 << 20, max_num_batched_tokens=256)
@@ -38,34 +38,6 @@ CONFIG = BatonConfig(
     placement=PlacementConfig(snapshot_interval_s=0.01),
 )
 _random = random.Random(3)
-
-
-class RealEngines(InProcess):
-    def _build(self, replica_id: str) -> None:
-        pool = REPLICAS[replica_id]
-        role = Role.PREFILL if pool == "prefill" else Role.DECODE
-        identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
-        engine = build_engine(CONFIG, identity, "not used")
-        self.replicas[replica_id] = Replica(identity, engine, self.manager, CONFIG.placement)
-
-    async def alone(self, prompt: list[int], **sampling: Any) -> list[int]:
-        """What the decode engine answers by itself. With prompt log probabilities it reads no cache."""
-        answer = await self.answer(prompt, **{**sampling, "prompt_logprobs": 0})
-        assert answer.context.modes == {Mode.DECODE_LOCAL}
-        return answer.tokens
-
-    async def used(self) -> list[int]:
-        """Blocks in use on prefill and decode. An idle engine does not report: short requests make it."""
-        await asyncio.gather(self.answer([1, 2, 3], max_tokens=1), self.alone([1, 2, 3], max_tokens=2))
-        replicas = (await self.manager.status())["replicas"]
-        return [replicas[replica_id]["used_blocks"] for replica_id in (PREFILL, SMALL)]
-
-    async def all_is_free(self) -> None:
-        async def look() -> bool:
-            return await self.used() == [0, 0]
-
-        await until(look)
-        await self.closed()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,0 +1,38 @@
+"""The control plane of `in_process` over real vLLM engines, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from deployments.engine.build import build_engine
+from deployments.messages import Mode, Role
+from deployments.replica import Identity, Replica
+from tests.deployments.in_process import PREFILL, REPLICAS, SMALL, InProcess, until
+
+
+class RealEngines(InProcess):
+    def _build(self, replica_id: str) -> None:
+        pool = REPLICAS[replica_id]
+        role = Role.PREFILL if pool == "prefill" else Role.DECODE
+        identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
+        engine = build_engine(self._config, identity, "a secret of the tests")
+        self.replicas[replica_id] = Replica(identity, engine, self.manager, self._config.placement)
+
+    async def alone(self, prompt: list[int], **sampling: Any) -> list[int]:
+        """What the decode engine answers by itself. With prompt log probabilities it reads no cache."""
+        answer = await self.answer(prompt, **{**sampling, "prompt_logprobs": 0})
+        assert answer.context.modes == {Mode.DECODE_LOCAL}
+        return answer.tokens
+
+    async def used(self) -> list[int]:
+        """Blocks in use on prefill and decode, as the engines say. Idle ones say nothing: short requests make them."""
+        await asyncio.gather(self.answer([1, 2, 3], max_tokens=1), self.alone([1, 2, 3], max_tokens=2))
+        return [self.replicas[replica_id]._load.used_blocks for replica_id in (PREFILL, SMALL)]
+
+    async def all_is_free(self) -> None:
+        async def look() -> bool:
+            return max(await self.used()) <= 1  # with several workers, the last short request's block still counts
+
+        await until(look)
+        await self.closed()

@@ -28,6 +28,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.VllmEngineConfig: "`engine` of kind `vllm`",
     schema.MockEngineConfig: "`engine` of kind `mock`",
     schema.ChannelConfig: "`channel`",
+    schema.PacingConfig: "`channel.pacing`",
     schema.PlacementConfig: "`placement`",
     schema.IngressConfig: "`ingress`",
 }

@@ -27,7 +27,7 @@ from transfer.prefill_side import Chunk, PrefillSide, Ready
 logger = logging.getLogger("baton.transfer")
 
 CLOSE_TIMEOUT_S = 5.0
-EXPECTING_MS = 2
+ACTIVE_MS, WAITING_MS = 1, 50
 
 
 class ChannelError(Exception):
@@ -176,6 +176,7 @@ class Channel:
 
     def _run(self) -> None:
         try:
+            self._plane.enter_thread()
             self._loop()
         except BaseException as error:
             self._error = error  # the engine's thread raises it from take_results
@@ -209,21 +210,26 @@ class Channel:
             return
 
     def _wait_ms(self) -> int | None:
-        """Poll while a transfer runs; while one is expected, drive the transport now and then; else sleep."""
+        """Poll while a write of ours runs; drive the transport for a peer's, seldom while none is known; or sleep."""
         now = time.monotonic()
         if self._commands:
             return 0
         wait_s = self._prefill.wait_s(now)
         wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
-        if self._decode.is_expecting(now):
-            return EXPECTING_MS if wait_ms is None else min(wait_ms, EXPECTING_MS)
+        if self._is_active(now):
+            return ACTIVE_MS if wait_ms is None else min(wait_ms, ACTIVE_MS)
+        if len(self._decode):
+            return WAITING_MS if wait_ms is None else min(wait_ms, WAITING_MS)
         return wait_ms
 
+    def _is_active(self, now: float) -> bool:
+        return self._decode.is_active(now) or self._prefill.is_active(now)
+
     def _progress(self) -> None:
-        if self._decode.is_expecting(time.monotonic()):
+        if len(self._decode) or self._is_active(time.monotonic()):
             self._plane.progress()
         self._prefill.progress()
-        if self._prefill.in_flight:
+        if self._prefill.is_busy:
             time.sleep(0.00005)
 
     def _expire(self) -> None:
@@ -242,6 +248,8 @@ class Channel:
                 self._prefill.cancelled(sender, message)
             case control.Welcome() if isinstance(sender, str):
                 return
+            case control.Nudge() if isinstance(sender, str):
+                self._decode.nudged()
             case control.FirstToken(session, epoch, token):
                 self._decode.first_token((session, epoch), token)
             case control.Landed(session, epoch) if isinstance(sender, str):

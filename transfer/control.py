@@ -95,7 +95,11 @@ class FirstToken(Message, frozen=True):
     token: TokenId
 
 
-AnyMessage = Hello | Welcome | Refused | Offer | Cancel | Landed | Failed | FirstToken
+class Nudge(Message, frozen=True):
+    """A write to you is under way and not over: drive your side of the transport."""
+
+
+AnyMessage = Hello | Welcome | Refused | Offer | Cancel | Landed | Failed | FirstToken | Nudge
 
 
 class Seal:

@@ -17,11 +17,11 @@ from transfer.handoff import Received, Receiver, ReceiverEffect, SendCancel
 from transfer.heads import sources
 from transfer.layout import KVLayout
 from transfer.outbox import Key, Outbox, Trace, remember
-from transfer.plane import Plane
+from transfer.plane import WARM_UP_S, Plane
 
 logger = logging.getLogger("baton.transfer")
 
-WARM_UP_S = 2.0  # a new peer's data connection is made within this, once and before the first request
+NUDGE_S = 0.02  # a writer repeats itself sooner
 
 
 @dataclass(slots=True)
@@ -41,16 +41,19 @@ class DecodeSide:
         self._plane, self._layout, self._endpoint, self._outbox = plane, layout, endpoint, outbox
         self._timeout_s, self._trace = timeout_s, trace
         self._receiving: dict[Key, _Receiving] = {}
-        self._warm_until = 0.0
+        self._active_until = 0.0
         self.early_tokens: OrderedDict[Key, int] = OrderedDict()
 
     def __len__(self) -> int:
         """Handoffs that are open."""
         return len(self._receiving)
 
-    def is_expecting(self, now: float) -> bool:
-        """The transport has something to do on our side: writes may come, or a new peer makes its connection."""
-        return bool(self._receiving) or now < self._warm_until
+    def is_active(self, now: float) -> bool:
+        """The transport has something to do on our side: a write is under way, or a new peer makes its connection."""
+        return now < self._active_until
+
+    def nudged(self) -> None:
+        self._active_until = max(self._active_until, time.monotonic() + NUDGE_S)
 
     def meet(self, peers: list[list[str]]) -> None:
         """The prefill replicas that there are, each its workers' endpoints: connect to new ones, let others go."""
@@ -136,7 +139,7 @@ class DecodeSide:
         if self._endpoint.connect(endpoint):
             hello = control.Hello(self._endpoint.address, self._plane.name, self._plane.metadata(), self._layout)
             self._endpoint.send(endpoint, hello)
-            self._warm_until = time.monotonic() + WARM_UP_S
+            self._active_until = time.monotonic() + WARM_UP_S
 
     def _tell(self, key: Key, event: Callable[[Receiver], list[ReceiverEffect]]) -> None:
         receiving = self._receiving.get(key)

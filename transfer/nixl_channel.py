@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from nixl import _bindings
 from nixl._api import nixl_agent, nixl_agent_config
 
@@ -47,6 +48,12 @@ class NixlPlane:
     @property
     def name(self) -> str:
         return self._name
+
+    def enter_thread(self) -> None:
+        """A thread begins without a CUDA context, and on device 0; UCX then goes through main memory."""
+        if self._layout is not None and self._layout.device == "cuda":
+            torch.cuda.set_device(self._layout.device_id)
+            torch.zeros(1, device=f"cuda:{self._layout.device_id}")  # makes the context
 
     def register(self, layout: KVLayout) -> None:
         size = layout.num_blocks * layout.block_bytes

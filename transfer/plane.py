@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Protocol
 from transfer.layout import KVLayout
 
 
+WARM_UP_S = 2.0  # a data connection is made and taken down within this, while both sides let the transport work
+
+
 class PlaneError(Exception):
     """Memory could not be registered, or a peer could not be reached."""
 
@@ -28,6 +31,9 @@ class Plane(Protocol):
     @property
     def name(self) -> str:
         """This side's agent name, unique in the deployment."""
+
+    def enter_thread(self) -> None:
+        """Called first, after `register`, on the thread that makes all further calls."""
 
     def register(self, layout: KVLayout) -> None:
         """Register this process's KV memory, whole and once. Raises PlaneError."""
@@ -71,6 +77,9 @@ class InProcessPlane:
     @property
     def name(self) -> str:
         return self._name
+
+    def enter_thread(self) -> None:
+        return
 
     def register(self, layout: KVLayout) -> None:
         self._layout = layout

@@ -19,11 +19,12 @@ from transfer.heads import readers, sources
 from transfer.layout import KVLayout, mismatch
 from transfer.outbox import Key, Outbox, Trace, remember
 from transfer.pacing import Job, Limits, Pacer
-from transfer.plane import Plane, PlaneError, WriteState
+from transfer.plane import WARM_UP_S, Plane, PlaneError, WriteState
 
 logger = logging.getLogger("baton.transfer")
 
 OFFER_GRACE_S = 10.0
+NUDGE_AFTER_S, NUDGE_AGAIN_S = 0.0005, 0.005
 
 Reading = tuple[Key, int]  # one decode worker's part of a handoff: key and rank
 
@@ -44,7 +45,9 @@ class Chunk:
 
 
 class Ready(Protocol):
-    """Waits until a layer's KV is in memory: a CUDA event, recorded on the compute stream."""
+    """Whether a layer's KV is in memory: a CUDA event, recorded on the compute stream."""
+
+    def query(self) -> bool: ...
 
     def synchronize(self) -> None: ...
 
@@ -88,17 +91,29 @@ class PrefillSide:
         self._gone: OrderedDict[Reading, str] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._listed: set[str] = set()
+        self._warm_until = 0.0
         self._pacer = Pacer(limits)
         self.agents: dict[bytes, _Agent] = {}
         self.in_flight: deque[tuple[Job, Any, float]] = deque()
+        self._computing: deque[tuple[tuple[Chunk, ...], int, Ready]] = deque()
+        self._nudged: dict[bytes, float] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """A write is under way, or a layer is being computed: look again soon."""
+        return bool(self.in_flight or self._computing)
 
     def __len__(self) -> int:
         """Handoffs that are open."""
         return len(self._writing)
 
+    def is_active(self, now: float) -> bool:
+        """The transport makes a data connection, or takes one down."""
+        return now < self._warm_until
+
     def wait_s(self, now: float) -> float | None:
-        """Seconds until there is something to do without news: 0 while a write is under way, None for never."""
-        if self.in_flight:
+        """Seconds until there is something to do without news: 0 while we are busy, None for never."""
+        if self.is_busy:
             return 0.0
         deadlines = [max(0.0, writing.deadline - now) for writing in self._writing.values()]
         if len(self._pacer):
@@ -107,9 +122,25 @@ class PrefillSide:
 
     # ---- what the engine does
 
-    def saved(self, chunks: Iterable[Chunk], layer: int, ready: Ready | None) -> None:
-        if ready is not None:
-            ready.synchronize()
+    def saved(self, chunks: tuple[Chunk, ...], layer: int, ready: Ready | None) -> None:
+        """An engine launches layers far ahead of its GPU: waiting here would post the first after the last."""
+        if ready is None:
+            self._computed(chunks, layer)
+        else:
+            self._computing.append((chunks, layer, ready))
+
+    def _catch_up(self, wait: bool = False) -> None:
+        """Take the layers that are computed; `wait`: all that were launched."""
+        while self._computing:
+            chunks, layer, ready = self._computing[0]
+            if wait:
+                ready.synchronize()
+            elif not ready.query():
+                return
+            self._computing.popleft()
+            self._computed(chunks, layer)
+
+    def _computed(self, chunks: Iterable[Chunk], layer: int) -> None:
         for chunk in chunks:
             writing = self._open(chunk.key)
             writing.request_id = chunk.request_id
@@ -127,6 +158,7 @@ class PrefillSide:
         return True
 
     def ended(self, key: Key, request_id: str, ok: bool, peers: int) -> None:
+        self._catch_up(wait=True)  # the engine has the result of the step: its layers are computed
         writing = self._open(key)
         writing.request_id = request_id
         ranks = self._readers(peers)
@@ -138,6 +170,7 @@ class PrefillSide:
 
     def preempted(self, keys: list[Key]) -> bool:
         """These requests lose their blocks; True once no write reads them."""
+        self._catch_up(wait=True)
         for key in keys:
             if writing := self._writing.get(key):
                 for rank, reader in writing.readers.items():
@@ -169,6 +202,7 @@ class PrefillSide:
 
     def _connect(self, hello: control.Hello) -> str | None:
         """Why we cannot write to this peer, if we cannot."""
+        self._warm_until = time.monotonic() + WARM_UP_S
         reason = mismatch(self._layout, hello.layout)
         if reason is None:
             try:
@@ -204,8 +238,10 @@ class PrefillSide:
             if sender in busy:
                 self._listed.add(agent.address)  # next time
             else:
+                self._warm_until = time.monotonic() + WARM_UP_S
                 self._plane.disconnect(agent.name)
                 del self.agents[sender]
+                self._nudged.pop(sender, None)
 
     def offered(self, sender: bytes, offer: control.Offer) -> None:
         key, rank = (offer.session, offer.epoch), offer.rank
@@ -283,14 +319,23 @@ class PrefillSide:
     # ---- what time and the data plane do
 
     def progress(self) -> None:
+        self._catch_up()
+        now = time.monotonic()
         for _ in range(len(self.in_flight)):
             job, handle, begun = self.in_flight.popleft()
             state = self._plane.check(handle)
             if state is WriteState.BUSY:
                 self.in_flight.append((job, handle, begun))
+                self._nudge(job.peer, begun, now)
             else:
                 self._written(job, begun, state is WriteState.DONE)
         self._post()
+
+    def _nudge(self, peer: bytes, begun: float, now: float) -> None:
+        """Over some transports a write waits for the other side's attention; a decode worker that waits sleeps."""
+        if now - begun > NUDGE_AFTER_S and now - self._nudged.get(peer, 0.0) > NUDGE_AGAIN_S:
+            self._nudged[peer] = now
+            self._endpoint.send(peer, control.Nudge())
 
     def finish_writes(self, timeout_s: float) -> bool:
         """See out what is in flight and begin nothing; False when that takes too long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import zmq
 from transfer.channel import ChannelError
 from transfer.control import MAX_BYTES, FirstToken, Seal
 from transfer.plane import InProcessPlane, WriteState
+from transfer.prefill_side import Chunk
 from transfer.token_sender import TokenSender
 
 PROMPTS, TOKEN = (1, 3, 4, 5, 11, 16), 42
@@ -42,6 +44,50 @@ def test_quiet_means_no_write_reads_these_blocks(decode: Any, make_side: Callabl
     assert prefill.channel.wait_quiet([("other", 1)], 10)
     plane.gate.set()
     assert prefill.channel.wait_quiet([("s", 1)], 10)
+    assert decode.wait("received", "d") is None
+
+
+class Computing:
+    """A layer that a device has yet to compute: the event that is recorded behind it."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(10)
+
+
+def test_a_layer_goes_when_it_is_computed_and_nobody_waits_for_the_next(prefill: Any, decode: Any) -> None:
+    prefill.fill([3, 4], 1)
+    layers = [Computing() for _ in range(prefill.layers)]
+    decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)
+    prefill.channel.begin_step([Chunk(("s", 1), "p", 8, 8, (3, 4))])
+    for layer, computing in enumerate(layers):
+        prefill.channel.layer_saved(layer, computing)
+    prefill.channel.end_step()
+    assert not prefill.counter("writes")
+    for written, computing in enumerate(layers, 1):
+        computing.done.set()
+        prefill.wait_counter("writes", written)
+        decode.channel.offer((f"other {written}", 1), "o", [prefill.channel.address], 0, [5], False)
+        prefill.until(lambda written=written: prefill.channel.is_answered((f"other {written}", 1)))
+    assert decode.wait("received", "d") is None
+    assert np.array_equal(decode.memory[:, :, [1, 2]], prefill.memory[:, :, [3, 4]])
+
+
+def test_a_write_that_takes_long_wakes_the_other_side(decode: Any, make_side: Callable[..., Any]) -> None:
+    plane = SlowPlane("slow")
+    prefill = make_side("prefill", plane=plane)
+    decode.channel.meet([[prefill.channel.address]])
+    prefill.until(lambda: prefill.channel._prefill.agents)
+    decode.channel._decode._active_until = 0.0
+    decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)
+    prefill.save(("s", 1), "p", 8, 8, [3, 4])
+    decode.until(lambda: decode.channel._decode.is_active(time.monotonic()))
+    plane.gate.set()
     assert decode.wait("received", "d") is None
 
 

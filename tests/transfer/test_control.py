@@ -24,6 +24,7 @@ MESSAGES = [
     control.Landed("session", 1),
     control.Failed("session", 1, "a write failed"),
     control.FirstToken("session", 1, 42),
+    control.Nudge(),
 ]
 
 

@@ -121,3 +121,37 @@ async def test_fp8_kv_when_both_sides_have_it(model: Path) -> None:
     shape = pool(engine_args={"kv_cache_dtype": "fp8"})
     async with cluster(model, shape, shape) as engines:
         await check(engines, [33, 200], block_size=32, itemsize=1)
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"logprobs": 3},
+    {"min_tokens": 6, "stop_token_ids": list(range(VOCABULARY // 2))},
+    {"min_tokens": 2, "stop_token_ids": list(range(0, VOCABULARY, 3))},
+    {"logit_bias": {100: 50.0, 101: 49.5}},
+    {"repetition_penalty": 1.8},
+    {"top_k": 1, "temperature": 0.9},
+    {"allowed_token_ids": [7, 8, 9, 10]},
+]
+
+
+async def test_whatever_is_split_is_exact(model: Path) -> None:
+    """Tokens, log probabilities and the reason of the end: those of one engine."""
+    async with cluster(model, pool(), pool()) as engines:
+        for sampling in SAMPLING:
+            asked = prompt(70)
+            split, alone = [
+                await engines.answer(asked, max_tokens=12, **{**sampling, **mode})
+                for mode in ({}, {"prompt_logprobs": 0})
+            ]
+            assert split.context.modes == {Mode.DISAGGREGATED}, sampling
+            assert alone.context.modes == {Mode.DECODE_LOCAL}
+            assert (split.tokens, split.reason, split.stop_reason) == (alone.tokens, alone.reason, alone.stop_reason)
+            assert len(split.tokens) > 1, sampling
+            for one, other in zip(logprobs(split), logprobs(alone), strict=True):
+                assert one == pytest.approx(other, abs=1e-4)
+
+
+def logprobs(answer: Any) -> list[list[float]]:
+    """Of each token of an answer: those of the token itself and of the likeliest."""
+    rows = [output.new_logprobs for output in answer.outputs if output.new_logprobs is not None]
+    return [list(row) for each in rows for row in each.logprobs]

@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
+
 import zmq
 
 from transfer.control import FirstToken, Seal
 
+logger = logging.getLogger("baton.transfer")
+
+CONNECTIONS = 256
+LINGER_MS = 1000  # what was sent just before its connection is let go still goes out
+RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
+
 
 class TokenSender:
-    """Sends sealed messages to decode workers' endpoints; a connection to each is kept open. One thread only."""
+    """Sends sealed messages to decode workers' endpoints. One thread only.
 
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
+    The `connections` used last are kept open. A worker that is gone is tried again ever more seldom, and is forgotten
+    when others have taken its place.
+    """
+
+    def __init__(self, seal: Seal, connections: int = CONNECTIONS) -> None:
+        self._seal, self._connections = seal, connections
         self._context = zmq.Context()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._sockets: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
 
     def send(self, address: str, message: FirstToken) -> None:
         """Send without waiting; what cannot be delivered is lost, and decode's deadline speaks."""
-        if address not in self._sockets:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 100)
-            socket.connect(address)
-            self._sockets[address] = socket
         try:
-            self._sockets[address].send(self._seal.pack(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return
+            self._socket(address).send(self._seal.pack(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # full, or no address
+            logger.warning("a first token to %s is lost: %s", address, error)
+
+    def _socket(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._sockets.pop(address, None) or self._connect(address)
+        self._sockets[address] = socket
+        if len(self._sockets) > self._connections:
+            self._sockets.popitem(last=False)[1].close()
+        return socket
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket
 
     def close(self) -> None:
         """Close every connection; idempotent."""

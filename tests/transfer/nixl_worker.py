@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from transfer.channel import Channel, ChannelError
 from transfer.control import Seal
 from transfer.layout import KVLayout
 from transfer.nixl_channel import NixlPlane
+from transfer.plane import PlaneError
 from transfer.prefill_side import Chunk
 
 LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 256, 4, 4096
+FREE = 0xEE
 
 
 class Worker:
@@ -44,8 +48,45 @@ class Worker:
     def touched(self) -> list[int]:
         return [block for block in range(BLOCKS) if self.memory[:, :, block].any()]
 
-    def offer(self, session: str, peer: str, blocks: list[int]) -> None:
-        self.channel.offer((session, 1), session, [peer], 0, blocks, needs_token=False)
+    def mark(self, blocks: list[int]) -> None:
+        self.memory[:, :, blocks] = FREE
+
+    def is_marked(self, blocks: list[int]) -> bool:
+        return bool((self.memory[:, :, blocks] == FREE).all())
+
+    def fail_writes(self, share: float, seed: int) -> None:
+        """From now on this share of all writes cannot be posted."""
+        plane, generator = self.channel._plane, random.Random(seed)
+        write = plane.write
+
+        def sometimes(*arguments: Any) -> Any:
+            if generator.random() < share:
+                raise PlaneError("the test lets this write fail")
+            return write(*arguments)
+
+        plane.write = sometimes  # type: ignore[method-assign]
+
+    def preempt(self, session: str) -> bool:
+        return self.channel.wait_quiet([(session, 1)], 30)
+
+    def meet(self, peers: list[list[str]]) -> None:
+        self.channel.meet(peers)
+
+    def keep(self, peers: list[list[str]]) -> None:
+        self.channel.keep(peers)
+
+    def resources(self) -> dict[str, int]:
+        """What peers could leave behind."""
+        return {
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "threads": threading.active_count(),
+            "agents": len(self.channel._prefill.agents),
+            "prepared": len(self.channel._plane._remote),
+            "connections": len(self.channel._endpoint.peers),
+        }
+
+    def offer(self, session: str, peer: str, blocks: list[int], first_block: int = 0) -> None:
+        self.channel.offer((session, 1), session, [peer], first_block, blocks, needs_token=False)
 
     def cancel(self, session: str) -> None:
         self.channel.cancel((session, 1), "aborted")

@@ -214,6 +214,7 @@ class PrefillSide:
     def _succeed(self, lost: bytes, sender: bytes) -> None:
         """A worker that connects anew has lost its connection, and given up the handoffs that were on it."""
         del self.agents[lost]
+        self._nudged.pop(lost, None)
         for key, writing in list(self._writing.items()):
             for rank, reader in writing.readers.items():
                 if reader.peer == lost:

@@ -22,11 +22,12 @@ from transfer.prefill_side import Chunk
 from transfer.token_sender import TokenSender
 
 FREE, BLOCK_BYTES, TOTAL_HEADS = 0xEE, 32, 4
-LOST, HANDED_OVER_AGAIN = 0.004, 0.01
+LONGEST = 9  # blocks of a prompt
+LOST = 0.004
 
 
 class FaultyPlane(InProcessPlane):
-    """Copies when it is asked for the state, some time after the write was posted; some writes fail, or half of them."""
+    """Copies some time after the write was posted, when it is asked for the state. Some writes fail, some half done."""
 
     def __init__(self, name: str, seed: int) -> None:
         super().__init__(name)
@@ -172,7 +173,7 @@ class Flood:
 
     def begin(self, number: int) -> Handoff | None:
         """The next handoff, when there are blocks for it."""
-        prompt = self.random.randint(1, 9 * self.block_size)
+        prompt = self.random.randint(1, LONGEST * self.block_size)
         count = blocks_for(prompt, self.block_size)
         first = self.random.randint(1, count - 1) if count > 1 and self.random.random() < 0.3 else 0
         if len(self.prefill.free) < count or len(self.decode.free) < count - first:
@@ -313,15 +314,19 @@ class Flood:
             elif ready:
                 self.step(self.random.choice(ready))
             else:
-                self.prefill.sides[0].until(lambda: self.settle() or self.has_room(number < handoffs, at_once))
+                self.wait(number < handoffs, at_once)
             if number % 4 == 0:
                 self.settle()
 
-    def has_room(self, is_more: bool, at_once: int) -> bool:
-        """There is something to do again."""
-        return not self.active or (
-            is_more and len(self.active) < at_once and min(len(self.prefill.free), len(self.decode.free)) >= 9
-        )
+    def wait(self, is_more: bool, at_once: int) -> None:
+        """Until there is something to do again, or nothing more."""
+
+        def has_come() -> bool:
+            self.settle()
+            room = min(len(self.prefill.free), len(self.decode.free)) >= LONGEST and len(self.active) < at_once
+            return not self.active or (is_more and room)
+
+        self.prefill.sides[0].until(has_come)
 
     def assert_nothing_lost(self) -> None:
         for replica in (self.prefill, self.decode):

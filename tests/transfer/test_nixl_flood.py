@@ -171,8 +171,7 @@ def test_200_meetings_leave_both_processes_as_they_were(pair: tuple[Remote, Remo
             before = [remote.call("resources") for remote in pair]
         decode.call("meet", [])
         wait_resource(decode, "connections", 0)
-    decode.call("meet", peer)
-    wait_resource(decode, "connections", 1)
+    hand_over(prefill, decode, "between")  # and whatever was said on earlier connections has been heard
     for remote, then in zip(pair, before, strict=True):
         now = remote.call("resources")
         assert all(now[name] <= then[name] for name in now), (then, now)
@@ -188,25 +187,18 @@ def test_200_meetings_leave_both_processes_as_they_were(pair: tuple[Remote, Remo
     assert now["prepared"] == 0
     # UCX closes the connection of a forgotten agent only when one of the two processes ends: see the next test.
     assert now["descriptors"] <= before[0]["descriptors"] + 20
-    decode.call("meet", peer)
-    decode.call("offer", "last", peer[0][0], [1])
-    prefill.call("save", "last", 4, 4, [2])
-    assert decode.wait("received", "last") is None
+    hand_over(prefill, decode, "last")
 
 
 def test_processes_that_come_and_go_leave_nothing(pair: tuple[Remote, Remote]) -> None:
     """Some close in good order, some are killed."""
     prefill, _ = pair
-    peer, before = prefill.call("address"), {}
+    before: dict[str, int] = {}
     for number in range(4):
         decode, name = Remote(f"flood-decode-{number}", 2.0), str(number)
         try:
             prefill.call("keep", [[decode.call("address")]])
-            decode.call("offer", name, peer, [1])
-            prefill.call("save", name, 4, 4, [2])
-            prefill.call("ended", name, True)
-            assert decode.wait("received", name) is None
-            assert prefill.wait("released", name)
+            hand_over(prefill, decode, name)
             if number % 2:
                 decode.finish()
         finally:
@@ -217,6 +209,14 @@ def test_processes_that_come_and_go_leave_nothing(pair: tuple[Remote, Remote]) -
     wait_resource(prefill, "descriptors", before["descriptors"])
     now = prefill.call("resources")
     assert now == before
+
+
+def hand_over(prefill: Remote, decode: Remote, name: str) -> None:
+    decode.call("offer", name, prefill.call("address"), [1])
+    prefill.call("save", name, 4, 4, [2])
+    prefill.call("ended", name, True)
+    assert decode.wait("received", name) is None
+    assert prefill.wait("released", name)
 
 
 def wait_resource(remote: Remote, name: str, value: int) -> None:

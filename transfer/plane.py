@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol
 
 from transfer.layout import KVLayout
 
-
 WARM_UP_S = 2.0  # a data connection is made and taken down within this, while both sides let the transport work
 
 

@@ -250,9 +250,12 @@ class PrefillSide:
             self._refuse(sender, "this worker is not known here")
         elif (key, rank) in self._gone:
             self._endpoint.send(sender, control.Failed(*key, self._gone[key, rank]))
-        elif reason := self._objection(sender, key, rank) or self._objection_to_blocks(sender, key, offer):
+        elif reason := self._objection(sender, key, rank):
             self._outbox.counts["messages_refused"] += 1
             self._endpoint.send(sender, control.Failed(*key, reason))
+        elif reason := self._objection_to_blocks(sender, key, offer):
+            self._outbox.counts["messages_refused"] += 1
+            self.cancelled(sender, control.Cancel(*key, rank, reason))  # for good, also if it is repeated
         else:
             writing, reader = self._open(key), self._reader(key, rank)
             if reader.peer is None:
@@ -264,7 +267,9 @@ class PrefillSide:
     def cancelled(self, sender: bytes, cancel: control.Cancel) -> None:
         """Always answered, because decode holds its blocks until it is."""
         key, rank = (cancel.session, cancel.epoch), cancel.rank
-        if reason := self._objection(sender, key, rank):
+        if sender not in self.agents:
+            self._refuse(sender, "this worker is not known here")
+        elif reason := self._objection(sender, key, rank):
             self._outbox.counts["messages_refused"] += 1
             self._endpoint.send(sender, control.Failed(*key, reason))
         elif key not in self._writing:
@@ -281,8 +286,6 @@ class PrefillSide:
 
     def _objection(self, sender: bytes, key: Key, rank: int) -> str | None:
         """Why this peer has no part in a handoff as worker `rank`. Then no write of the handoff goes to it."""
-        if sender not in self.agents:
-            return "this worker is not known here"
         theirs, ours = self.agents[sender].layout, self._layout
         if rank != theirs.rank:
             return "a message in another worker's name"

@@ -346,7 +346,7 @@ def test_a_cancel_before_the_introduction_is_answered_and_ends_nothing(
     peer.say(offer())
     prefill.until(lambda: prefill.channel.is_answered(KEY))
     stranger = make_peer()
-    assert isinstance(stranger.ask(Cancel(*KEY, 0, "mine")), Failed)
+    assert isinstance(stranger.ask(Cancel(*KEY, 0, "mine")), Refused)
     prefill_all(prefill)
     assert peer.hear() == Landed(*KEY)
 
@@ -473,6 +473,7 @@ def test_only_blocks_that_there_are_can_be_offered(prefill: Any, peer: Peer, blo
     assert "blocks" in answer.reason
     assert prefill.counter("open_writing") == 0
     assert prefill.counter("messages_refused") == 1
+    assert peer.ask(offer()) == answer, "its blocks were given back, and another offer may be an older one"
 
 
 def test_offers_to_prefills_that_do_not_come_are_bounded(prefill: Any, decode: Any, peer: Peer) -> None:

@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transfer.control import MAX_BYTES, AnyMessage, BadMessage, Seal
 
+MAX_SOCKETS = 60_000  # three a connection; ZeroMQ's own limit, 1023, is 341 peers
 TAKE_AT_ONCE = 1000  # of a connection, then others have their turn
 
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
@@ -40,6 +41,7 @@ class Endpoint:
     def __init__(self, name: str, seal: Seal, host: str) -> None:
         self._name, self._seal = name, seal
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._inbox = self._context.socket(zmq.ROUTER)
         self._inbox.setsockopt(zmq.LINGER, 0)
         self._inbox.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)

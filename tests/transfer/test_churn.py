@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from transfer.control import FirstToken, Seal
+from transfer.endpoint import Endpoint
 from transfer.token_sender import TokenSender
 
 SEAL = Seal("a secret of the tests")
@@ -38,7 +39,15 @@ def inbox() -> Iterator[zmq.Socket[bytes]]:
 
 def addresses(inbox: zmq.Socket[bytes], count: int) -> list[str]:
     _, _, port = inbox.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")
-    return [f"tcp://127.0.0.{number}:{port}" for number in range(1, count + 1)]
+    return [f"tcp://127.0.{number // 256}.{number % 256}:{port}" for number in range(1, count + 1)]
+
+
+def test_a_worker_may_have_many_peers(inbox: zmq.Socket[bytes]) -> None:
+    endpoint = Endpoint("decode", SEAL, "127.0.0.1")
+    for address in addresses(inbox, 400):
+        assert endpoint.connect(address)
+    assert len(endpoint.peers) == 400
+    endpoint.close()
 
 
 def test_200_peers_leave_a_channel_as_it_was(prefill: Any, make_side: Callable[..., Any]) -> None:

@@ -12,7 +12,6 @@ from transfer.control import FirstToken, Seal
 logger = logging.getLogger("baton.transfer")
 
 CONNECTIONS = 256
-LINGER_MS = 1000  # what was sent just before its connection is let go still goes out
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
 
 
@@ -44,7 +43,7 @@ class TokenSender:
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         try:

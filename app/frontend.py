@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -137,6 +138,8 @@ async def build_server(config: BatonConfig, model_path: str, core: EngineCoreCli
     Raises:
         ValueError: `ingress.server_args` holds something that cannot be set.
     """
+    # A package that vLLM's server imports raises the root logger's level to ERROR: our warnings would be lost.
+    logging.getLogger("baton").setLevel(logging.WARNING)
     args = _serve_args(config, model_path)
     llm = ClusterLLM(_vllm_config(args), core, log_requests=args.enable_log_requests)
     app = build_app(args, TASKS, llm.model_config)

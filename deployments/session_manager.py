@@ -36,6 +36,12 @@ _LATE_S = 0.01
 _SWEEP_S = 1.0
 """Promises and replicas that outlived their time are looked for so often."""
 
+_OVERTAKEN_S = 60.0
+"""A call that another has overtaken arrives within this time."""
+
+
+_CLOSED = "the session was closed before it could be opened"
+
 
 class SessionManager:
     """Answers `open` with where a session goes; is told what became of it, and how the replicas are.
@@ -59,6 +65,7 @@ class SessionManager:
             placement.max_queued_requests, placement.queue_timeout_s, self._settings.max_retry_after_s
         )
         self._answers: dict[str, asyncio.Future[Admit | Reject]] = {}
+        self._left: dict[str, float] = {}
         self._swept_s = clock()
         self._modes: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
@@ -74,6 +81,8 @@ class SessionManager:
         if not request.allowed:
             raise ValueError(f"session {request.session_id} allows no mode")
         now_s = self._clock()
+        if request.session_id in self._left:
+            return Reject(_CLOSED)
         if not self._room:
             decision = self._place(request, self._fleet.view(now_s))
             if not isinstance(decision, Queue):
@@ -92,8 +101,11 @@ class SessionManager:
     async def close(self, session_id: str, epoch: int, outcome: str) -> None:
         """The session is over; idempotent. Call it when the replicas' calls ended: their blocks are free.
 
-        `epoch` 0 closes whichever is open: that of a caller who left before it learnt of its placement.
+        `epoch` 0 closes whichever is open, for good: that of a caller who left before it learnt of its placement.
+        Calls may overtake each other, so its opening may still be on the way.
         """
+        if not epoch:
+            self._leave(session_id)
         epochs = [epoch] if epoch else [p.placement.epoch for p in self._fleet.promises_of(session_id)]
         released = [self._fleet.release(session_id, each) for each in epochs]
         if any(released):
@@ -107,6 +119,7 @@ class SessionManager:
         if now_s - self._swept_s >= _SWEEP_S:
             self._swept_s = now_s
             self._outcomes["expired"] += sum(not promise.released for promise in self._fleet.expire(now_s))
+            self._left = {session: at_s for session, at_s in self._left.items() if now_s - at_s < _OVERTAKEN_S}
         self._dispatch()
         if snapshot.info is None:
             return None
@@ -201,6 +214,12 @@ class SessionManager:
         if answer.done() and isinstance(admit := answer.result(), Admit):
             self._fleet.release(session_id, admit.placement.epoch)
         self._dispatch()
+
+    def _leave(self, session_id: str) -> None:
+        """Whoever wanted this session does not any more, wherever its opening may be: waiting here, or on the way."""
+        self._left[session_id] = self._clock()
+        if self._room.leave(session_id):
+            self._answers[session_id].set_result(Reject(_CLOSED))
 
     def _dispatch(self) -> None:
         """Answer every waiter that can be answered now, and those who waited too long."""

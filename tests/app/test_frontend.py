@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +182,11 @@ def server(running: Server) -> Iterator[Server]:
     running.core.reset()
     yield running
     assert running.llm.get_num_unfinished_requests() == 0
+
+
+def test_warnings_of_ours_are_not_lost(server: Server) -> None:
+    """Whatever the packages beneath vLLM's server do to the root logger."""
+    assert logging.getLogger("baton.core").isEnabledFor(logging.WARNING)
 
 
 async def test_completion(server: Server) -> None:

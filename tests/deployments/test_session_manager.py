@@ -119,6 +119,26 @@ async def test_a_session_is_placed_and_closed(cluster: Cluster) -> None:
     assert status["modes"] == {"disaggregated": 1}
 
 
+async def test_a_close_may_overtake_the_opening(cluster: Cluster) -> None:
+    """Serve keeps no order between calls: who leaves before it learns of its placement may be heard too soon."""
+    await cluster.manager.close("a", 0, "cancelled")
+    assert isinstance(await cluster.manager.open(ask("a")), Reject)
+    assert (await cluster.manager.status())["promises"] == []
+    cluster.clock.now_s = 61.0  # by then the call has arrived, and the id is forgotten
+    await cluster.up()
+    assert cluster.manager._left == {}
+
+
+async def test_a_close_that_finds_its_session_waiting_ends_the_wait(cluster: Cluster) -> None:
+    holders = [await cluster.admit(name) for name in "ab"]
+    waiting = cluster.queue("c")
+    await settle()
+    await cluster.manager.close("c", 0, "cancelled")
+    assert isinstance(await waiting, Reject)
+    for placement in holders:
+        await cluster.manager.close(placement.session_id, placement.epoch, "finished")
+
+
 async def test_a_session_waits_until_another_closes(cluster: Cluster) -> None:
     first, second = await cluster.admit("a"), await cluster.admit("b")
     waiting = cluster.queue("c")

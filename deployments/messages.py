@@ -60,10 +60,51 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSample:
+    """One engine step as it was: what was in it and how long it took.
+
+    `prefill_tokens`: prompt tokens computed. `prefill_context`: the sum, over those tokens, of the tokens before each.
+    `decode_sequences`: sequences that got one more token. `decode_context`: the tokens that those hold, summed.
+    """
+
+    seconds: float
+    prefill_tokens: int = 0
+    prefill_context: int = 0
+    decode_sequences: int = 0
+    decode_context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What a replica's prefix cache gained and lost since its last snapshot, as chained block hashes.
+
+    `sequence` grows by one with every change of that replica; a receiver that misses one asks for the whole.
+    `whole`: `stored` is all there is, and what was known before is void.
+    """
+
+    sequence: int
+    stored: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A session's part that is over on a replica, and the tokens that it generated there."""
+
+    session_id: str
+    epoch: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
     """A replica's load at one moment. `version` grows by one with every snapshot of that replica.
 
-    `peers_version`: of the newest `Peers` that it has.
+    `peers_version`: of the newest `Peers` that it has. `running_tokens`: tokens held by the sequences that decode.
+    `cached_blocks`: free blocks that hold a reusable prefix. `finished`: parts that ended since a while ago, the
+    newest last, `finished_version` the count of all that ever did, so that a lost snapshot loses none.
+    `steps`: steps since the last snapshot. `cache`: none when nothing changed, or where the engine does not tell.
     """
 
     replica_id: str
@@ -78,6 +119,12 @@ class ReplicaSnapshot:
     pool: str = ""
     counters: dict[str, float] = field(default_factory=dict)
     peers_version: int = 0
+    running_tokens: int = 0
+    cached_blocks: int = 0
+    finished: tuple[Finished, ...] = ()
+    finished_version: int = 0
+    steps: tuple[StepSample, ...] = ()
+    cache: CacheChange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +143,10 @@ class SessionRequest:
     """What admission and placement need to know of a request.
 
     `allowed`: the modes in which the request's parameters can be served exactly, best first; `rule` names the
-    reason when that is not all of them.
+    reason when that is not all of them. `hashes`: chained hashes of the prompt's full blocks
+    (`transfer.blocks.chained_hashes`). `priority`: the class that it asks for, "" the default one. `client`: whom
+    fairness is between. `affinity`: sessions with the same key go to the same replicas where they can.
+    `adapter`: the LoRA adapter it needs. `chat`: it came as messages, not as text.
     """
 
     session_id: str
@@ -104,6 +154,12 @@ class SessionRequest:
     max_tokens: int
     allowed: tuple[Mode, ...] = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL)
     rule: str = ""
+    hashes: tuple[int, ...] = ()
+    priority: str = ""
+    client: str = ""
+    affinity: str = ""
+    adapter: str = ""
+    chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 
 
@@ -29,3 +31,20 @@ def runs(local: Sequence[int], remote: Sequence[int]) -> list[tuple[int, int, in
         else:
             out.append((here, there, 1))
     return out
+
+
+def chained_hashes(tokens: Sequence[int], block_size: int, parent: int = 0, salt: str = "") -> tuple[int, ...]:
+    """One 64-bit hash per full block of `tokens`, each over its tokens and the hash before it.
+
+    Equal hashes mean equal prefixes, on every machine and in every process. `parent`: the hash of the block before
+    the first, 0 at the start. `salt`: what else a cached block depends on (an adapter, a tenant).
+    """
+    hashes = []
+    for begin in range(0, len(tokens) - block_size + 1, block_size):
+        digest = hashlib.blake2b(array("q", tokens[begin : begin + block_size]).tobytes(), digest_size=8)
+        digest.update(parent.to_bytes(8, "little"))
+        if parent == 0 and salt:
+            digest.update(salt.encode())
+        parent = int.from_bytes(digest.digest(), "little")
+        hashes.append(parent)
+    return tuple(hashes)

@@ -163,8 +163,30 @@ class SessionRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a placement is expected to cost its request, in seconds from the moment it is made.
+
+    `queue_s`: until its prefill begins. `prefill_s`: computing the part of the prompt that is not cached.
+    `transfer_s`: what of the KV transfer that does not hide. `ttft_s`: until the first token, the above included.
+    `tpot_s`: from one token to the next, at the load as it will be when its decode begins. `output_tokens`: the
+    answer's expected length. `trusted`: the replicas have reported enough for the numbers to be acted upon.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    output_tokens: float = 0.0
+    trusted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a session goes, what was reserved for it, and how long each step may take."""
+    """Where a session goes, what was reserved for it, and how long each step may take.
+
+    `cached_tokens`: prompt tokens expected in the prefix cache of whoever prefills. `forecast`: the times expected.
+    """
 
     session_id: str
     epoch: int
@@ -175,6 +197,8 @@ class Placement:
     reserved_blocks: int
     handoff_timeout_s: float
     session_timeout_s: float
+    cached_tokens: int = 0
+    forecast: Forecast = Forecast()
 
     @property
     def owner(self) -> ReplicaInfo:
@@ -199,11 +223,16 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Not at all (`retry_after_s` is None: the request can never be served here), or not soon."""
+    """Not at all (`retry_after_s` is None: the request can never be served here), or not soon.
+
+    `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft` or
+    `predicted_tpot`; "" for any other.
+    """
 
     reason: str
     retry_after_s: float | None = None
     unavailable: bool = False
+    code: str = ""
 
 
 Decision = Admit | Queue | Reject

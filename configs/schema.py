@@ -92,11 +92,23 @@ class PoolConfig(Section):
     resources: ResourcesConfig = ResourcesConfig()
     engine: EngineConfig = VllmEngineConfig()
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the replica's process.")
+    device: str | None = Field(
+        None,
+        description="The device whose data sheet gives the first guess of speed; default: accelerator_type.",
+    )
+    min_prompt_tokens: int = Field(0, ge=0, description="Shorter prompts go to other pools.")
+    max_prompt_tokens: int | None = Field(None, gt=0, description="Longer prompts go to other pools; none: no limit.")
+    classes: tuple[str, ...] = Field((), description="The priority classes that this pool serves; empty: all.")
+    adapters: tuple[str, ...] = Field((), description="The LoRA adapters that this pool serves; empty: any.")
 
     @model_validator(mode="after")
     def _one_way_to_size(self) -> PoolConfig:
         if self.replicas is not None and self.autoscaling is not None:
             raise ValueError("give `replicas` or `autoscaling`, not both")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < self.min_prompt_tokens:
+            raise ValueError(
+                f"min_prompt_tokens {self.min_prompt_tokens} is over max_prompt_tokens {self.max_prompt_tokens}"
+            )
         return self
 
 
@@ -125,6 +137,9 @@ class ChannelConfig(Section):
         description="UCX_NET_DEVICES of the workers, for example `mlx5_0:1`; none: UCX decides. One pool's own: `env`.",
     )
     pacing: PacingConfig = PacingConfig()
+    link_bytes_per_s: float = Field(
+        10e9, gt=0, description="Expected bandwidth between two replicas: the first guess of what a transfer takes."
+    )
     handoff_timeout_s: float = Field(
         60.0, gt=0, description="From the offer of decode blocks until their KV must have landed."
     )
@@ -135,9 +150,48 @@ class ChannelConfig(Section):
     trace_dir: str | None = Field(None, description="Workers write a timeline of every handoff here, as JSON lines.")
 
 
-class PlacementConfig(Section):
-    """When to split a request, and how long things may wait."""
+class ClassConfig(Section):
+    """A priority class: what its requests are promised, and when they are served among others.
 
+    A request whose predicted times are over an objective is refused, or waits if that helps; without objectives
+    nothing is refused for its predicted times.
+    """
+
+    rank: int = Field(0, ge=0, description="Waiting requests of a lower rank go first.")
+    weight: float = Field(1.0, gt=0, description="The share of a class with waiters that no rank takes from it.")
+    ttft_s: float | None = Field(None, gt=0, description="Objective: seconds until the first token.")
+    tpot_s: float | None = Field(None, gt=0, description="Objective: seconds from one token to the next.")
+    max_queued: int | None = Field(None, ge=0, description="More waiting requests of the class are refused.")
+
+
+DEFAULT_CLASS = "default"
+"""The one class there is where the configuration names none: no objectives."""
+
+
+class PlacementConfig(Section):
+    """Where requests go, which of them wait or are refused, and for how long."""
+
+    policy: Literal[
+        "joint",
+        "round_robin",
+        "weighted_round_robin",
+        "power_of_two",
+        "least_tokens",
+        "prefix_affinity",
+        "overlap_cost",
+    ] = Field("joint", description="How replicas are chosen. All but `joint` are there to be compared with.")
+    admission: bool = Field(True, description="Refuse what is predicted to miss the objectives of its class.")
+    admission_slack: float = Field(
+        1.0, gt=0, description="A predicted time may be so many times its objective before the request is refused."
+    )
+    overcommit: float = Field(
+        1.0,
+        ge=1,
+        le=4,
+        description="KV that a decode replica may promise, in parts of what it has; 1.0: it never preempts.",
+    )
+    classes: dict[str, ClassConfig] = Field(default_factory=dict, description="Priority classes by name.")
+    default_class: str = Field(DEFAULT_CLASS, description="The class of a request that names none.")
     split_min_prompt_tokens: int = Field(
         1, ge=1, description="Shorter prompts are prefilled by the decode replica itself."
     )
@@ -198,7 +252,30 @@ class BatonConfig(Section):
             raise ValueError(
                 f"engine.engine_args.kv_cache_dtype must be the same in every pool to exchange KV, not {dtypes}"
             )
+        _check_classes(self)
+        for name, pool in self.pools.items():
+            if pool.min_prompt_tokens >= self.model.max_model_len:
+                raise ValueError(
+                    f"{name}: min_prompt_tokens {pool.min_prompt_tokens}, and the model takes "
+                    f"{self.model.max_model_len} tokens of prompt and answer"
+                )
         return self
+
+
+def _check_classes(config: BatonConfig) -> None:
+    """Every class that is named exists, and each has a decode pool that serves it."""
+    placement = config.placement
+    known = placement.classes.keys() or {DEFAULT_CLASS}
+    if wrong := [name for name in known if not name.replace("-", "").replace("_", "").isalnum()]:
+        raise ValueError(f"placement.classes: class name {wrong[0]!r}: letters, digits, - and _ only")
+    if placement.default_class not in known:
+        raise ValueError(f"placement.default_class {placement.default_class!r} is none of {sorted(known)}")
+    for name, pool in config.pools.items():
+        if unknown := set(pool.classes) - known:
+            raise ValueError(f"{name}: classes {sorted(unknown)} are not in placement.classes {sorted(known)}")
+    for name in known:
+        if not any(not pool.classes or name in pool.classes for pool in config.decode.values()):
+            raise ValueError(f"no decode pool serves class {name!r}")
 
 
 def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None:

@@ -135,7 +135,22 @@ WRONG = [
     ("channel.handoff_timeout_s", 0, "channel.handoff_timeout_s"),
     ("placement.queue_timeout_s", -1, "placement.queue_timeout_s"),
     ("ingress.replicas", 0, "ingress.replicas"),
+    ("placement.overcommit", 0.9, "placement.overcommit"),
+    ("placement.classes", {"chat": {"weight": 0}}, "placement.classes.chat.weight"),
+    ("placement.classes", {"chat": {"ttft": 1}}, "placement.classes.chat.ttft"),
+    ("decode.main.max_prompt_tokens", 0, "decode.main.max_prompt_tokens"),
+    ("channel.link_bytes_per_s", 0, "channel.link_bytes_per_s"),
     # values that do not go together
+    ("placement.classes", {"chat": {}}, "placement.default_class 'default' is none of ['chat']"),
+    ("placement.default_class", "chat", "placement.default_class 'chat' is none of ['default']"),
+    ("placement", {"classes": {"a b": {}}, "default_class": "a b"}, "class name 'a b'"),
+    ("decode.main.classes", ["chat"], "decode-main: classes ['chat'] are not in placement.classes ['default']"),
+    (
+        "decode.main",
+        {"min_prompt_tokens": 9, "max_prompt_tokens": 8},
+        "min_prompt_tokens 9 is over max_prompt_tokens 8",
+    ),
+    ("prefill.min_prompt_tokens", 2048, "prefill: min_prompt_tokens 2048"),
     ("prefill", {"replicas": 1, "autoscaling": {"max_replicas": 2}}, "`replicas` or `autoscaling`"),
     ("decode.main.engine", {"kind": "mock"}, "engine.kind must be the same"),
     ("decode.main.engine.block_size", 64, "engine.block_size must be the same"),
@@ -172,6 +187,18 @@ def test_vllms_own_connector_takes_no_mock() -> None:
     mocks = {"prefill": {"engine": {"kind": "mock"}}, "decode": {"main": {"engine": {"kind": "mock"}}}}
     with pytest.raises(ValidationError, match=r"channel\.kind vllm .* engine\.kind must be vllm, not mock"):
         BatonConfig.model_validate({**mocks, "channel": {"kind": "vllm"}})
+
+
+CLASSES = {"chat": {"ttft_s": 2, "tpot_s": 0.1}, "batch": {"rank": 1, "weight": 0.2, "max_queued": 100}}
+
+
+def test_a_class_needs_a_decode_pool_that_serves_it() -> None:
+    whole = changed("placement", {"classes": CLASSES, "default_class": "chat"})
+    whole["decode"]["main"]["classes"] = ["chat"]
+    with pytest.raises(ValidationError, match="no decode pool serves class 'batch'"):
+        BatonConfig.model_validate(whole)
+    whole["decode"]["slow"] = {"engine": {"kind": "vllm"}, "min_prompt_tokens": 256}
+    assert BatonConfig.model_validate(whole).placement.classes["batch"].max_queued == 100
 
 
 @pytest.mark.parametrize("missing", ["prefill", "decode"])

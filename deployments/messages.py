@@ -139,6 +139,18 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportAnswer:
+    """What the manager says to a snapshot.
+
+    `peers`: none when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none; the
+    next is to be a whole one.
+    """
+
+    peers: Peers | None = None
+    resync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRequest:
     """What admission and placement need to know of a request.
 

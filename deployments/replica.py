@@ -10,13 +10,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineLoad, Output, Step
 from deployments.errors import Unavailable
-from deployments.messages import Peers, Phase, ReplicaInfo, ReplicaSnapshot, Role, SessionReport, SessionTask
+from deployments.messages import (
+    Peers,
+    Phase,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    ReportAnswer,
+    Role,
+    SessionReport,
+    SessionTask,
+)
 from deployments.wire import OutputSender
 
 logger = logging.getLogger("baton.replica")
@@ -29,7 +38,7 @@ CANCEL_AGAIN_S = 0.5
 class ReportPort(Protocol):
     """Where snapshots go: the session manager. Raises Unavailable."""
 
-    async def report(self, snapshot: ReplicaSnapshot) -> Peers | None: ...
+    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class Replica:
         self._changed = asyncio.Event()
         self._peers = Peers(0, ())
         self._has_news_of_peers = asyncio.Event()
+        self._resync = False
         self._tasks: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
 
@@ -175,16 +185,22 @@ class Replica:
             await self._refresh_counters()
             try:
                 async with asyncio.timeout(REPORT_TIMEOUT_S):
-                    peers = await self._port.report(self._snapshot())
-                if peers is not None:
-                    self._peers = peers
-                    self._has_news_of_peers.set()
+                    self._heed(await self._port.report(self._snapshot()))
             except (TimeoutError, Unavailable) as error:
+                self._resync = True
                 logger.warning("the session manager did not take a snapshot: %r", error)
             await asyncio.sleep(self._config.snapshot_interval_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()
+
+    def _heed(self, answer: ReportAnswer) -> None:
+        self._resync = answer.resync
+        if answer.resync:
+            self._changed.set()
+        if answer.peers is not None:
+            self._peers = answer.peers
+            self._has_news_of_peers.set()
 
     async def _meet_loop(self) -> None:
         """Make the engine known to its peers before a request needs one, and forget peers that are gone."""
@@ -212,7 +228,7 @@ class Replica:
     def _snapshot(self) -> ReplicaSnapshot:
         self._version += 1
         is_idle = self._counted and not self._live
-        load = EngineLoad(counters=self._load.counters) if is_idle else self._load
+        load = replace(self._load, used_blocks=0, running=0, waiting=0) if is_idle else self._load
         return ReplicaSnapshot(
             replica_id=self._identity.replica_id,
             version=self._version,
@@ -226,6 +242,8 @@ class Replica:
             sessions=tuple(live.task.session_id for live in self._live.values()),
             counters=self._counters | self._load.counters,
             peers_version=self._peers.version,
+            cached_blocks=max(0, load.cached_blocks - load.used_blocks),  # most blocks in use are cached ones
+            cache=None if self._info is None else self._engine.cache_change(whole=self._resync),
         )
 
     async def counters(self) -> dict[str, float]:

@@ -11,7 +11,15 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost, Unavailable
-from deployments.messages import Admit, Peers, Reject, ReplicaSnapshot, SessionReport, SessionRequest, SessionTask
+from deployments.messages import (
+    Admit,
+    Reject,
+    ReplicaSnapshot,
+    ReportAnswer,
+    SessionReport,
+    SessionRequest,
+    SessionTask,
+)
 
 _GONE = (ray.exceptions.RayError, RayServeException, EngineError, OSError)
 
@@ -60,9 +68,9 @@ class ServeManager:
     async def lost(self, replica_id: str) -> None:
         await self._call("lost", replica_id)
 
-    async def report(self, snapshot: ReplicaSnapshot) -> Peers | None:
-        peers: Peers | None = await self._call("report", snapshot)
-        return peers
+    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
+        answer: ReportAnswer = await self._call("report", snapshot)
+        return answer
 
     async def ready(self) -> dict[str, Any]:
         answer: dict[str, Any] = await self._call("ready")

@@ -19,11 +19,11 @@ from deployments.fleet import Fleet, FleetView, Promise, ReplicaView
 from deployments.messages import (
     Admit,
     Decision,
-    Peers,
     Phase,
     Queue,
     Reject,
     ReplicaSnapshot,
+    ReportAnswer,
     Role,
     SessionRequest,
 )
@@ -112,7 +112,7 @@ class SessionManager:
             self._outcomes[outcome] += 1
             self._dispatch()
 
-    async def report(self, snapshot: ReplicaSnapshot) -> Peers | None:
+    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
         """A replica's load, every 100 ms and on change. Answers with its peers when it does not know them."""
         now_s = self._clock()
         self._fleet.update(snapshot, now_s)
@@ -122,9 +122,9 @@ class SessionManager:
             self._left = {session: at_s for session, at_s in self._left.items() if now_s - at_s < _OVERTAKEN_S}
         self._dispatch()
         if snapshot.info is None:
-            return None
+            return ReportAnswer()
         peers = self._fleet.peers(snapshot.info)
-        return peers if peers.version != snapshot.peers_version else None
+        return ReportAnswer(peers if peers.version != snapshot.peers_version else None)
 
     async def lost(self, replica_id: str) -> None:
         """A replica is gone, says an ingress or Serve: nothing is placed on it until it reports again."""

@@ -1,7 +1,8 @@
 """A paced double of the engine core, for tests of the control plane and for scale. It is no language model.
 
 It takes vLLM's requests and gives vLLM's outputs by step, with real blocks, real handoffs over a KV channel
-and a configured pace; its tokens are hashes of the KV that it finds in its blocks. It imports no vLLM.
+and a configured pace; its tokens are hashes of the KV that it finds in its blocks. It has no prefix cache. It imports
+no vLLM.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import msgspec
 import numpy as np
 
 from configs.schema import MockEngineConfig
+from deployments.engine.cache_log import CacheLog
 from deployments.engine.mock_memory import MockMemory
 from deployments.engine.mock_scheduler import MockScheduler, Plan
 from deployments.engine.mock_sequence import Sequence
 from deployments.engine.mock_wire import FinishReason, decode_request, encode_outputs
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
-from deployments.messages import Role
+from deployments.messages import CacheChange, Role
 from transfer.blocks import blocks_for
 from transfer.channel import Channel
 from transfer.control import FirstToken, Seal
@@ -64,6 +66,7 @@ class MockEngine:
         self._steps: asyncio.Queue[Step | None] = asyncio.Queue()
         self._counts = {"computed_tokens": 0.0, "loaded_tokens": 0.0, "generated_tokens": 0.0}
         self._last_load = EngineLoad()
+        self._cache = CacheLog()
         self._channel: Channel
         self._tokens: TokenSender
         self._task: asyncio.Task[None] | None = None
@@ -121,6 +124,9 @@ class MockEngine:
         channel = self._channel
         told = channel.keep if self._role is Role.PREFILL else channel.meet
         told([list(workers) for workers in peers])
+
+    def cache_change(self, whole: bool) -> CacheChange | None:
+        return self._cache.change(whole)
 
     async def counters(self) -> dict[str, float]:
         if self._task is None:

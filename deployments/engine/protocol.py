@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deployments.messages import CacheChange
+
 
 class EngineError(Exception):
     """The engine core is dead or refuses; the replica is unhealthy."""
@@ -28,11 +30,15 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's own counters after its last step. Blocks are KV blocks; tokens count from the engine's start."""
+    """The engine's own counters after its last step. Blocks are KV blocks; tokens count from the engine's start.
+
+    `cached_blocks`: blocks in the prefix cache, in use or not.
+    """
 
     used_blocks: int = 0
     running: int = 0
     waiting: int = 0
+    cached_blocks: int = 0
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -74,6 +80,12 @@ class Engine(Protocol):
         """The replicas of the other role that there are, each the endpoints of its workers by rank.
 
         Connections to new ones are made now instead of at the first request, and what is gone is forgotten.
+        """
+
+    def cache_change(self, whole: bool) -> CacheChange | None:
+        """How the prefix cache changed since the last call, or with `whole` all of it; None when it did not.
+
+        The first change is a whole one. A change can be had once: ask for the whole when one was lost on its way.
         """
 
     async def counters(self) -> dict[str, float]:

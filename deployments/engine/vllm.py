@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -36,8 +36,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.version import __version__ as vllm_version
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
+from deployments.engine.kv_events import KVEvents
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
-from deployments.messages import Role
+from deployments.messages import CacheChange, Role
 from transfer.lifeline import die_with_parent
 
 logger = logging.getLogger("baton.engine")
@@ -77,6 +78,7 @@ class VllmEngine:
         self._encoder = MsgpackEncoder()
         self._totals = dict.fromkeys(COUNTERS, 0.0)
         self._load = EngineLoad()
+        self._events = KVEvents(config.block_size)
 
     async def start(self) -> EngineInfo:
         loop = asyncio.get_running_loop()
@@ -85,6 +87,7 @@ class VllmEngine:
         except (RuntimeError, TypeError, ValueError, TimeoutError) as error:
             raise EngineError(f"the engine did not start: {error}") from error
         self._client = client
+        self._events.drain()  # which subscribes: the engine's publisher is up
         vllm_config = client.vllm_config
         self._total_blocks = int(vllm_config.cache_config.num_gpu_blocks or 0)
         return EngineInfo(
@@ -141,6 +144,13 @@ class VllmEngine:
             enable_prefix_caching=True,
             worker_extension_cls=self._worker_extension,
             kv_transfer_config=self._transfer(),
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=True,
+                publisher="zmq",
+                endpoint=self._events.endpoint,
+                topic=self._events.topic,
+                buffer_steps=1,  # for a replay, which nobody asks for
+            ),
             distributed_executor_backend=IN_PROCESS if config.tensor_parallel_size == 1 else "mp",
             **{name: value for name, value in optional.items() if value is not None},
             **config.engine_args,
@@ -204,8 +214,13 @@ class VllmEngine:
             used_blocks=round(stats.kv_cache_usage * (self._total_blocks - 1)),
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            cached_blocks=len(self._events.log),
             counters=dict(self._totals),
         )
+
+    def cache_change(self, whole: bool) -> CacheChange | None:
+        self._events.drain()
+        return self._events.log.change(whole)
 
     def encode(self, payloads: list[Any]) -> list[bytes]:
         return [bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(outputs=payloads))]
@@ -224,6 +239,7 @@ class VllmEngine:
         client, self._client = self._client, None
         if client is not None:
             await asyncio.get_running_loop().run_in_executor(None, client.shutdown)
+        self._events.close()
 
     @property
     def _engine(self) -> AsyncMPClient:

@@ -12,9 +12,10 @@ import pytest
 
 from configs.schema import PlacementConfig
 from deployments import replica as replica_module
+from deployments.engine.cache_log import CacheLog
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.errors import Unavailable
-from deployments.messages import Peers, Phase, ReplicaSnapshot, Role, SessionTask
+from deployments.messages import CacheChange, Peers, Phase, ReplicaSnapshot, ReportAnswer, Role, SessionTask
 from deployments.replica import Identity, Replica
 from deployments.wire import OutputReceiver
 
@@ -36,6 +37,7 @@ class ScriptedEngine:
         self.shutdowns = 0
         self.refusal: EngineError | None = None
         self.start_error: EngineError | None = None
+        self.cache = CacheLog()
 
     async def start(self) -> EngineInfo:
         await self.loaded.wait()
@@ -66,6 +68,9 @@ class ScriptedEngine:
             raise TimeoutError
         self.met.append(peers)
 
+    def cache_change(self, whole: bool) -> CacheChange | None:
+        return self.cache.change(whole)
+
     async def counters(self) -> dict[str, float]:
         return {"bytes_written": 7.0, "open_receiving": 0.0, "open_writing": 0.0}
 
@@ -83,16 +88,18 @@ class Manager:
         self.snapshots: list[ReplicaSnapshot] = []
         self.outage: Unavailable | None = None
         self.peers: Peers | None = None
+        self.resync = False
         self.refused = 0
         self._came = asyncio.Event()
 
-    async def report(self, snapshot: ReplicaSnapshot) -> Peers | None:
+    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
         if self.outage is not None:
             self.refused += 1
             raise self.outage
         self.snapshots.append(snapshot)
         self._came.set()
-        return self.peers if self.peers and self.peers.version != snapshot.peers_version else None
+        resync, self.resync = self.resync, False
+        return ReportAnswer(self.peers if self.peers and self.peers.version != snapshot.peers_version else None, resync)
 
     @property
     def last(self) -> ReplicaSnapshot:
@@ -187,12 +194,13 @@ async def test_no_change_is_lost_between_two_reports(up: Fixture, monkeypatch: p
     taken: list[float | None] = []
     report = up.manager.report
 
-    async def report_then_change(snapshot: ReplicaSnapshot) -> None:
-        await report(snapshot)
+    async def report_then_change(snapshot: ReplicaSnapshot) -> ReportAnswer:
+        answer = await report(snapshot)
         if len(taken) < 5:
             taken.append(snapshot.counters.get("n"))
             up.engine.put(counters={"n": 100 + len(taken)})
             await until(lambda: up.replica._load.counters["n"] == 100 + len(taken))
+        return answer
 
     monkeypatch.setattr(up.manager, "report", report_then_change)
     up.engine.put(counters={"n": 100})
@@ -384,3 +392,42 @@ async def test_an_idle_engine_uses_nothing_whatever_it_said_last(up: Fixture) ->
     assert (await asyncio.wait_for(run, WAIT_S)).outcome == "finished"
     idle = await up.manager.until(lambda snapshot: not snapshot.sessions and not snapshot.used_blocks)
     assert (idle.running, idle.waiting) == (0, 0)
+
+
+async def test_it_tells_what_its_engine_caches(up: Fixture) -> None:
+    first = await up.manager.until(lambda snapshot: snapshot.cache is not None)
+    assert first.cache == CacheChange(1, whole=True)
+    up.engine.cache.stored([1, 2])
+    up.engine.put(cached_blocks=9, used_blocks=4)
+    told = await up.manager.until(lambda snapshot: snapshot.cache is not None and snapshot.cache.sequence > 1)
+    assert told.cache == CacheChange(2, stored=(1, 2))
+    assert told.cached_blocks in (5, 9)  # an idle engine uses no block, whatever it said last
+
+
+async def test_it_tells_the_whole_when_the_manager_missed_something(up: Fixture) -> None:
+    up.engine.cache.stored([1, 2])
+    up.engine.put()
+    told = (await up.manager.until(lambda s: s.cache is not None and set(s.cache.stored) == {1, 2})).cache
+    assert told is not None
+    up.manager.resync = True
+    up.engine.put()
+    again = await up.manager.until(lambda s: s.cache is not None and s.cache.sequence > told.sequence)
+    assert again.cache is not None
+    assert (again.cache.whole, set(again.cache.stored)) == (True, {1, 2})
+    count = len(up.manager.snapshots)
+    up.engine.put()
+    after = await up.manager.until(lambda snapshot: len(up.manager.snapshots) > count)
+    assert after.cache is None, "once is enough"
+
+
+async def test_what_an_outage_swallowed_is_told_after_it(up: Fixture) -> None:
+    await up.manager.until(lambda snapshot: snapshot.cache is not None)
+    up.manager.outage = Unavailable("gone")
+    up.engine.cache.stored([1])
+    up.engine.put()
+    await until(lambda: up.manager.refused)
+    up.manager.outage = None
+    up.engine.put()
+    told = await up.manager.until(lambda s: s.cache is not None and s.cache.sequence > 1)
+    assert told.cache is not None
+    assert (told.cache.whole, told.cache.stored) == (True, (1,))

@@ -70,7 +70,7 @@ class Cluster:
     async def peers(self, replica: ReplicaInfo, version: int = 0) -> Peers | None:
         self._version += 1
         snapshot = ReplicaSnapshot(replica.replica_id, self._version, Phase.READY, replica, peers_version=version)
-        return await self.manager.report(snapshot)
+        return (await self.manager.report(snapshot)).peers
 
     async def up(self) -> None:
         await self.report(P0)

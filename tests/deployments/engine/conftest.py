@@ -111,6 +111,16 @@ class Running:
                 await asyncio.sleep(0.002)
         return counters
 
+    async def cached(self, expected: set[int]) -> set[int]:
+        """What the engine says that it caches, once that has all that is expected."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                whole = self.engine.cache_change(whole=True)
+                assert whole is not None
+                if expected <= set(whole.stored):
+                    return set(whole.stored)
+                await asyncio.sleep(0.01)
+
     async def settle(self) -> None:
         """Wait until nothing runs, no handoff is open and no block is held.
 
@@ -141,6 +151,7 @@ class EnginePair:
     block_bytes: int
     kill_prefill: Callable[[], Awaitable[None]]
     counts_tokens: bool = True
+    caches_prefixes: bool = False
     _sessions: int = 0
     _random: random.Random = field(default_factory=lambda: random.Random(11))
 
@@ -238,7 +249,7 @@ async def vllm_pair() -> AsyncIterator[EnginePair]:
     """Two real engine cores, prefill and decode, each in a process of its own; no Ray."""
     prefill, decode = await asyncio.gather(_start_vllm(Role.PREFILL), _start_vllm(Role.DECODE))
     try:
-        yield EnginePair(prefill, decode, VLLM_BLOCK_BYTES, prefill.engine.shutdown)
+        yield EnginePair(prefill, decode, VLLM_BLOCK_BYTES, prefill.engine.shutdown, caches_prefixes=True)
     finally:
         await decode.close()
         await prefill.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deployments.messages import Role
+from transfer.blocks import chained_hashes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STOP, LENGTH, ERROR = 0, 1, 3
@@ -88,6 +89,20 @@ async def test_the_counters_say_what_moved(engine_pair: Any) -> None:
         assert sent["computed_tokens"] - before[0]["computed_tokens"] == tokens
         assert got["computed_tokens"] == before[1]["computed_tokens"], "decode computed the prompt again"
         assert got["loaded_tokens"] - before[1]["loaded_tokens"] == tokens
+
+
+async def test_it_tells_which_blocks_it_caches(engine_pair: Any) -> None:
+    """Computed, generated and received ones, by the hashes that the cluster core makes of a prompt."""
+    size = engine_pair.block_size
+    prompt = engine_pair.prompt(3 * size - 2)
+    tokens = await engine_pair.disaggregated(prompt, 4)
+    hashes = chained_hashes([*prompt, *tokens], size)
+    for engine, expected in ((engine_pair.prefill, hashes[:2]), (engine_pair.decode, hashes)):
+        cached = await engine.cached(set(expected) if engine_pair.caches_prefixes else set())
+        assert cached & set(hashes) == (set(expected) if engine_pair.caches_prefixes else set())
+        if not engine_pair.caches_prefixes:
+            assert not cached
+    assert len(hashes) == 3
 
 
 async def test_an_unknown_id_is_not_aborted(engine_pair: Any) -> None:

@@ -9,7 +9,10 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -32,6 +35,7 @@ from vllm.v1.request import Request
 from vllm.version import __version__
 
 from deployments.cluster_core import _FINISH, ClusterCore, traits
+from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvents
 from deployments.engine.vllm import IN_PROCESS, NixlConnector, VllmEngine
 from transfer.connector import BatonConnector, _take_ascending
 
@@ -183,3 +187,44 @@ def test_traits_of_a_request() -> None:
     assert of(repetition_penalty=1.2).output_penalties is False
     assert of(prompt_logprobs=0).prompt_logprobs is True
     assert of(bad_words=["a"]).bad_words is True
+
+
+def test_kv_events_are_read_as_they_are_written() -> None:
+    """Every field that we read, by vLLM's own encoder."""
+    rest: dict[str, Any] = {"medium": "GPU", "lora_id": 1, "lora_name": "a", "extra_keys": [("a",), None]}
+    sent = kv_events.KVEventBatch(
+        ts=1.0,
+        events=[
+            kv_events.BlockStored([5, b"6"], 4, [1, 2], 1, group_idx=0, **rest),
+            kv_events.BlockRemoved([5], "GPU", group_idx=1),
+            kv_events.AllBlocksCleared(),
+        ],
+    )
+    read = msgspec.msgpack.Decoder(EventBatch).decode(msgspec.msgpack.Encoder().encode(sent))
+    assert read.events == [
+        BlockStored([5, b"6"], 4, [1, 2], 1, "a", [["a"], None], 0),
+        BlockRemoved([5], 1),
+        AllBlocksCleared(),
+    ]
+    for ours in (BlockStored, BlockRemoved, AllBlocksCleared):
+        assert set(ours.__struct_fields__) <= set(getattr(kv_events, ours.__name__).__struct_fields__)
+
+
+def test_kv_events_come_for_every_block_that_is_cached_or_evicted() -> None:
+    for call in (BlockPool.cache_full_blocks, BlockPool._emit_block_removed_events, BlockPool.reset_prefix_cache):
+        assert "kv_event_queue.append" in inspect.getsource(call)
+    assert "_emit_block_removed_events" in inspect.getsource(BlockPool._maybe_evict_cached_block)
+    loaded = inspect.getsource(Scheduler._update_waiting_for_remote_kv)
+    assert "kv_cache_manager.cache_blocks(" in loaded, "blocks that a peer wrote are cached, and so told of"
+    assert "self.kv_event_publisher.publish(" in inspect.getsource(Scheduler.update_from_output)
+
+
+def test_the_publisher_connects_to_a_loopback_port_and_counts_from_zero() -> None:
+    settings = {"enable_kv_cache_events", "publisher", "endpoint", "topic", "buffer_steps"}
+    assert settings <= names(KVEventsConfig)
+    assert not kv_events.ZmqEventPublisher._is_bind_endpoint("tcp://127.0.0.1:5557")
+    source = inspect.getsource(kv_events.ZmqEventPublisher)
+    assert "self._seq_gen = count()" in source
+    assert "send_multipart((self._topic_bytes, seq_bytes, payload))" in source
+    assert "kv_events_config" in parameters(AsyncEngineArgs)
+    KVEvents(16).close()

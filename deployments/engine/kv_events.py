@@ -1,0 +1,169 @@
+"""What vLLM says of its prefix cache, as the chained hashes that the cluster core makes of prompts.
+
+The engine's process publishes an event for every block that it caches or evicts; blocks whose KV came from a peer are
+among them. vLLM names blocks by hashes of its own, so the tokens in the events are hashed again, our way.
+Imports no vLLM: tests/deployments/engine/test_vllm_contract.py holds the structs here against its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any
+
+import msgspec
+import zmq
+
+from deployments.engine.cache_log import CacheLog
+from transfer.blocks import chained_hashes
+
+logger = logging.getLogger("baton.engine")
+
+BlockName = int | bytes
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """Blocks that follow `parent_block_hash` were cached; `token_ids`: of all of them, one after the other."""
+
+    block_hashes: list[BlockName]
+    parent_block_hash: BlockName | None
+    token_ids: list[int]
+    block_size: int
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Blocks were evicted."""
+
+    block_hashes: list[BlockName]
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """The prefix cache was reset."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """The leading fields of a step's events."""
+
+    ts: float
+    events: list[Event]
+
+
+class Translator:
+    """Keeps a CacheLog by vLLM's events.
+
+    vLLM may hold several copies of a block under one name, and tells of each; they count as one. Left out, because the
+    cluster core does not hash them either, are blocks that depend on more than tokens and an adapter (images, a cache
+    salt), and all that follow those; of models with several kinds of KV cache only the first counts.
+    """
+
+    def __init__(self, block_size: int, log: CacheLog) -> None:
+        self._block_size, self._log = block_size, log
+        self._hashes: dict[BlockName, int] = {}
+        self._copies: dict[BlockName, int] = {}
+
+    def take(self, event: Event) -> None:
+        """Enter one event."""
+        match event:
+            case BlockStored():
+                self._stored(event)
+            case BlockRemoved():
+                self._removed(event)
+            case _:
+                self.clear()
+
+    def clear(self) -> None:
+        """Nothing is known of the cache."""
+        self._hashes.clear()
+        self._copies.clear()
+        self._log.clear()
+
+    def _stored(self, event: BlockStored) -> None:
+        names = event.block_hashes
+        is_ours = not event.group_idx and event.block_size == self._block_size
+        if not is_ours or len(event.token_ids) != len(names) * self._block_size or _is_special(event):
+            return
+        parent = 0
+        if event.parent_block_hash is not None:
+            if event.parent_block_hash not in self._hashes:
+                return
+            parent = self._hashes[event.parent_block_hash]
+        hashes = chained_hashes(event.token_ids, self._block_size, parent, event.lora_name or "")
+        for name, chained in zip(names, hashes, strict=True):
+            self._hashes[name] = chained
+            self._copies[name] = self._copies.get(name, 0) + 1
+        self._log.stored(hashes)
+
+    def _removed(self, event: BlockRemoved) -> None:
+        if event.group_idx:
+            return
+        for name in event.block_hashes:
+            if name not in self._hashes:
+                continue
+            self._copies[name] -= 1
+            if not self._copies[name]:
+                del self._copies[name]
+                self._log.removed([self._hashes.pop(name)])
+
+
+def _is_special(event: BlockStored) -> bool:
+    """Whether a block depends on more than tokens and the adapter."""
+    usual = [None, [], [event.lora_name]]
+    return any(keys not in usual for keys in event.extra_keys or ())
+
+
+class KVEvents:
+    """Takes the events of one engine on this machine.
+
+    The engine's publisher connects to a port of the loopback interface, so that nobody off the machine can, and
+    nothing is left in the file system. `topic` is a secret between the two: what comes without it is dropped.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.log = CacheLog()
+        self.topic = secrets.token_hex(16)
+        self._translator = Translator(block_size, self.log)
+        self._decoder = msgspec.msgpack.Decoder(EventBatch)
+        self._expected = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # they are read several times a second, and what is lost is not repeated
+        self._socket.setsockopt(zmq.SUBSCRIBE, self.topic.encode())
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def drain(self) -> None:
+        """Enter what has come into `log`, without waiting. The first call with the publisher up subscribes.
+
+        After a gap in vLLM's numbers it is not known what is cached; what is cached from then on is known again.
+        """
+        while True:
+            try:
+                _, number, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            sequence = int.from_bytes(number, "big")
+            if sequence != self._expected:
+                logger.warning("%d messages of the KV cache were lost", sequence - self._expected)
+                self._translator.clear()
+            self._expected = sequence + 1
+            self._take(payload)
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            batch = self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            logger.warning("a message of the KV cache cannot be read: %r", error)
+            self._translator.clear()
+            return
+        for event in batch.events:
+            self._translator.take(event)
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self._context.destroy(0)

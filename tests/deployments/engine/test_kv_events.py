@@ -1,0 +1,151 @@
+"""vLLM's KV events, as a prefix cache of our hashes. test_vllm_contract.py holds the events against vLLM's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from deployments.engine.cache_log import CacheLog
+from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEvents, Translator
+from transfer.blocks import chained_hashes
+
+TOKENS = list(range(100, 140))
+HASHES = chained_hashes(TOKENS, 10)
+WAIT_S = 20.0
+
+
+def stored(first: int, *names: int, parent: int | None = None, **rest: Any) -> BlockStored:
+    tokens = TOKENS[first * 10 : (first + len(names)) * 10]
+    return BlockStored(list(names), parent, tokens, **{"block_size": 10, **rest})
+
+
+def cached(*events: Event) -> set[int]:
+    log = CacheLog()
+    translator = Translator(10, log)
+    for event in events:
+        translator.take(event)
+    change = log.change(whole=True)
+    assert change is not None
+    return set(change.stored)
+
+
+def test_chains_go_on_from_the_parent() -> None:
+    assert cached(stored(0, 71, 72), stored(2, 73, 74, parent=72)) == set(HASHES)
+
+
+def test_an_evicted_block_is_gone_and_its_children_stay() -> None:
+    assert cached(stored(0, 71, 72, 73), BlockRemoved([72]), BlockRemoved([72])) == {HASHES[0], HASHES[2]}
+
+
+def test_a_block_is_cached_until_its_last_copy_is_evicted() -> None:
+    twice = (stored(0, 71), stored(0, 71), BlockRemoved([71]))
+    assert cached(*twice) == {HASHES[0]}
+    assert cached(*twice, BlockRemoved([71])) == set()
+
+
+def test_a_reset_empties_the_cache() -> None:
+    assert cached(stored(0, 71, 72), AllBlocksCleared(), stored(0, 75)) == {HASHES[0]}
+    assert cached(stored(0, 71), AllBlocksCleared(), stored(1, 72, parent=71)) == set()
+
+
+def test_an_adapters_blocks_are_its_own() -> None:
+    of_adapter = stored(0, 71, 72, lora_name="tuned", extra_keys=[["tuned"], ["tuned"]])
+    assert cached(of_adapter) == set(chained_hashes(TOKENS[:20], 10, salt="tuned"))
+    assert not cached(of_adapter) & set(HASHES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"extra_keys": [["salt"]]}, {"extra_keys": [[["image", 3]]]}, {"group_idx": 1}, {"block_size": 5}],
+    ids=["cache salt", "image", "another kind of cache", "another block size"],
+)
+def test_what_the_cluster_core_does_not_hash_is_left_out(change: dict[str, Any]) -> None:
+    assert cached(stored(0, 71, **change), stored(1, 72, parent=71)) == set()
+    assert cached(stored(0, 71, extra_keys=[None], group_idx=0)) == {HASHES[0]}
+    assert cached(stored(0, 71), BlockRemoved([71], group_idx=1)) == {HASHES[0]}
+
+
+class Publisher:
+    """Publishes as vLLM does: topic, number, batch."""
+
+    def __init__(self, events: KVEvents) -> None:
+        self._topic, self.number = events.topic.encode(), 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.connect(events.endpoint)
+        deadline_s = time.monotonic() + WAIT_S
+        while not self._socket.poll(1):
+            events.drain()  # which subscribes
+            assert time.monotonic() < deadline_s, "nobody subscribes"
+        self._socket.recv()
+
+    def send(self, *events: Event, topic: bytes | None = None, payload: bytes | None = None) -> None:
+        packed = payload or msgspec.msgpack.encode([0.0, list(events), 0])
+        self._socket.send_multipart([topic or self._topic, self.number.to_bytes(8, "big"), packed])
+        self.number += 1
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+@pytest.fixture
+def events() -> Iterator[KVEvents]:
+    made = KVEvents(10)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def publisher(events: KVEvents) -> Iterator[Publisher]:
+    made = Publisher(events)
+    yield made
+    made.close()
+
+
+def drained(events: KVEvents, *hashes: int) -> bool:
+    """Whether exactly these are cached, at last."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        events.drain()
+        change = events.log.change(whole=True)
+        assert change is not None
+        if set(change.stored) == set(hashes):
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def test_published_events_arrive_and_only_by_the_loopback_interface(events: KVEvents, publisher: Publisher) -> None:
+    assert events.endpoint.startswith("tcp://127.0.0.1:")
+    publisher.send(stored(0, 71), stored(1, 72, parent=71))
+    publisher.send(BlockRemoved([72]), stored(1, 73, 74, parent=71))
+    assert drained(events, *HASHES[:3])
+
+
+def test_what_comes_without_the_topic_is_dropped(events: KVEvents, publisher: Publisher) -> None:
+    publisher.send(stored(0, 71), topic=b"guessed")
+    publisher.number = 0
+    publisher.send(stored(0, 71, 72))
+    assert drained(events, *HASHES[:2])
+
+
+def test_after_a_gap_only_what_comes_is_known(events: KVEvents, publisher: Publisher) -> None:
+    publisher.send(stored(0, 71, 72))
+    assert drained(events, *HASHES[:2])
+    publisher.number += 1
+    publisher.send(stored(2, 73, parent=72), stored(0, 75))
+    assert drained(events, HASHES[0])
+    change = events.log.change()
+    assert change is None, "what went with the gap was told"
+
+
+def test_what_cannot_be_read_counts_as_a_gap(events: KVEvents, publisher: Publisher) -> None:
+    publisher.send(stored(0, 71, 72))
+    publisher.send(payload=b"\x93\x00\x01\x02")
+    publisher.send(stored(0, 75))
+    assert drained(events, HASHES[0])

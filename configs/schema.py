@@ -168,6 +168,19 @@ DEFAULT_CLASS = "default"
 """The one class there is where the configuration names none: no objectives."""
 
 
+class WeightsConfig(Section):
+    """What a second of each kind counts when `joint` compares replicas, and what counts as equal."""
+
+    ttft: float = Field(1.0, ge=0, description="Until the first token.")
+    decode: float = Field(1.0, ge=0, description="Of the request's own decoding.")
+    others: float = Field(1.0, ge=0, description="That the request costs those who run beside it.")
+    late: float = Field(10.0, ge=0, description="Over an objective of its class.")
+    memory_s: float = Field(0.2, ge=0, description="What a half full decode replica costs more than an empty one.")
+    pin_s: float = Field(5.0, ge=0, description="Seconds that a conversation's last replicas are worth.")
+    near_s: float = Field(0.002, ge=0, description="Costs so many seconds apart are equal, and chance decides.")
+    near_share: float = Field(0.01, ge=0, le=1, description="The same, as a share of the least cost.")
+
+
 class PlacementConfig(Section):
     """Where requests go, which of them wait or are refused, and for how long."""
 
@@ -192,6 +205,13 @@ class PlacementConfig(Section):
     )
     classes: dict[str, ClassConfig] = Field(default_factory=dict, description="Priority classes by name.")
     default_class: str = Field(DEFAULT_CLASS, description="The class of a request that names none.")
+    weights: WeightsConfig = WeightsConfig()
+    split: Literal["auto", "always"] = Field(
+        "auto", description="`always`: whatever can be split is; `auto`: where that is expected to cost less."
+    )
+    prefill_queue_s: float | None = Field(
+        None, gt=0, description="A prefill replica with so much work ahead gets no more; none: its engine queues."
+    )
     split_min_prompt_tokens: int = Field(
         1, ge=1, description="Shorter prompts are prefilled by the decode replica itself."
     )

@@ -45,7 +45,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What does not change in a replica's life. `endpoints`: control address of each worker's KV channel, by rank."""
+    """What does not change in a replica's life.
+
+    `endpoints`: control address of each worker's KV channel, by rank. `chunk_tokens`: prompt tokens that one step
+    computes at most. `kv_bytes_per_token`: over all layers and workers. 0 where nobody can tell. `prior`: what its
+    hardware and model make of a step, the five coefficients of `policy.latency`; empty: unknown.
+    """
 
     replica_id: str
     pool: str
@@ -57,6 +62,9 @@ class ReplicaInfo:
     max_sessions: int
     max_model_len: int
     endpoints: tuple[str, ...] = ()
+    chunk_tokens: int = 0
+    kv_bytes_per_token: int = 0
+    prior: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

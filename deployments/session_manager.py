@@ -1,72 +1,44 @@
 """The session manager: admits sessions, places them, and keeps the ledger of what it promised.
 
-A thin shell around `fleet` and `policy/`. One synchronous allocator, `_dispatch`, answers whoever can be
-answered; it runs on every event that may free capacity (a report, a close, a cancelled caller), and when a
-waiter is late. Nothing polls. Plain Python: `app/main.py` makes the deployment, of exactly one replica.
+A thin shell around `policy.allocator`, which decides; here its answers meet those who wait for them. It is asked on
+every event that may free capacity (a report, a close, a cancelled caller), and when a waiter is late. Nothing polls.
+Plain Python: `app/main.py` makes the deployment, of exactly one replica.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from configs.schema import BatonConfig
-from deployments.fleet import Fleet, FleetView, Promise, ReplicaView
-from deployments.messages import (
-    Admit,
-    Decision,
-    Phase,
-    Queue,
-    Reject,
-    ReplicaSnapshot,
-    ReportAnswer,
-    Role,
-    SessionRequest,
-)
-from deployments.policy.admission import WaitingRoom
-from deployments.policy.placement import PlacementSettings, place
+from deployments.fleet import Promise
+from deployments.fleet_view import ReplicaView
+from deployments.messages import Admit, Phase, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
+from deployments.policy.allocator import Allocator
 
 _LATE_S = 0.01
 """A timer may fire a little early; it is set this much later than the deadline it watches."""
-
-_SWEEP_S = 1.0
-"""Promises and replicas that outlived their time are looked for so often."""
-
-_OVERTAKEN_S = 60.0
-"""A call that another has overtaken arrives within this time."""
-
-
-_CLOSED = "the session was closed before it could be opened"
 
 
 class SessionManager:
     """Answers `open` with where a session goes; is told what became of it, and how the replicas are.
 
-    `clock`: seconds, monotonic. All methods run on one event loop.
+    `clock`: seconds, monotonic. `rng`: decides between equals. All methods run on one event loop.
     """
 
-    def __init__(self, config: BatonConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        placement = config.placement
+    def __init__(
+        self,
+        config: BatonConfig,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
         self._clock = clock
-        self._settings = PlacementSettings(
-            split_min_prompt_tokens=placement.split_min_prompt_tokens,
-            handoff_timeout_s=config.channel.handoff_timeout_s,
-            session_timeout_s=placement.session_timeout_s,
-            max_retry_after_s=placement.queue_timeout_s,
-        )
-        pools = {name: Role.PREFILL if name == "prefill" else Role.DECODE for name in config.pools}
-        self._fleet = Fleet(pools, stale_s=placement.snapshot_stale_s)
-        self._queue_timeout_s = placement.queue_timeout_s
-        self._room = WaitingRoom(
-            placement.max_queued_requests, placement.queue_timeout_s, self._settings.max_retry_after_s
-        )
-        self._answers: dict[str, asyncio.Future[Admit | Reject]] = {}
-        self._left: dict[str, float] = {}
-        self._swept_s = clock()
+        self._allocator = Allocator(config, rng or random.Random())
+        self._waiting: dict[str, asyncio.Future[Admit | Reject]] = {}
         self._modes: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
         self._outcomes: Counter[str] = Counter()
@@ -76,60 +48,48 @@ class SessionManager:
 
         A placement must be closed, whatever becomes of the session; until then its blocks are reserved.
         Opening the session again gives it a new epoch. A cancelled caller leaves nothing behind. Raises
-        ValueError when the session is waiting already, or allows no mode.
+        ValueError when the session is waiting already, or allows no mode; UnknownClass when there is no such class.
         """
-        if not request.allowed:
-            raise ValueError(f"session {request.session_id} allows no mode")
-        now_s = self._clock()
-        if request.session_id in self._left:
-            return Reject(_CLOSED)
-        if not self._room:
-            decision = self._place(request, self._fleet.view(now_s))
-            if not isinstance(decision, Queue):
-                return self._settle(request, decision)
-        position = self._room.enter(request, now_s)
-        if isinstance(position, Reject):
-            self._rejects["queue_full"] += 1
-            return position
-        return await self._wait(request)
+        decision = self._allocator.open(request, self._clock())
+        if decision is None:
+            return await self._wait(request.session_id)
+        self._tell()
+        return self._counted(decision)
 
     async def prefill_done(self, session_id: str, epoch: int) -> None:
         """The prompt is computed; idempotent. Its prefill replica has that much less to do."""
-        if self._fleet.prefill_done(session_id, epoch):
-            self._dispatch()
+        if self._allocator.prefill_done(session_id, epoch, self._clock()):
+            self._tell()
 
-    async def close(self, session_id: str, epoch: int, outcome: str) -> None:
+    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
         """The session is over; idempotent. Call it when the replicas' calls ended: their blocks are free.
 
         `epoch` 0 closes whichever is open, for good: that of a caller who left before it learnt of its placement.
-        Calls may overtake each other, so its opening may still be on the way.
+        Calls may overtake each other, so its opening may still be on the way. `output_tokens`: what the answer came to.
         """
+        now_s = self._clock()
         if not epoch:
-            self._leave(session_id)
-        epochs = [epoch] if epoch else [p.placement.epoch for p in self._fleet.promises_of(session_id)]
-        released = [self._fleet.release(session_id, each) for each in epochs]
-        if any(released):
-            self._outcomes[outcome] += 1
-            self._dispatch()
+            closed = self._allocator.leave(session_id, now_s)
+        else:
+            closed = int(self._allocator.close(session_id, epoch, outcome, now_s, output_tokens))
+        self._count(outcome, closed)
+        self._tell()
 
     async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
         """A replica's load, every 100 ms and on change. Answers with its peers when it does not know them."""
         now_s = self._clock()
-        self._fleet.update(snapshot, now_s)
-        if now_s - self._swept_s >= _SWEEP_S:
-            self._swept_s = now_s
-            self._outcomes["expired"] += sum(not promise.released for promise in self._fleet.expire(now_s))
-            self._left = {session: at_s for session, at_s in self._left.items() if now_s - at_s < _OVERTAKEN_S}
-        self._dispatch()
+        missed = self._allocator.report(snapshot, now_s)
+        self._count("expired", len(self._allocator.sweep(now_s)))
+        self._tell()
         if snapshot.info is None:
             return ReportAnswer()
-        peers = self._fleet.peers(snapshot.info)
-        return ReportAnswer(peers if peers.version != snapshot.peers_version else None)
+        peers = self._allocator.fleet.peers(snapshot.info)
+        return ReportAnswer(peers if peers.version != snapshot.peers_version else None, missed)
 
     async def lost(self, replica_id: str) -> None:
         """A replica is gone, says an ingress or Serve: nothing is placed on it until it reports again."""
-        self._fleet.forget(replica_id)
-        self._dispatch()
+        self._allocator.lost(replica_id)
+        self._tell()
 
     async def ready(self) -> dict[str, Any]:
         """Whether every pool of the configuration has a replica to place on, and every replica's phase.
@@ -137,7 +97,7 @@ class SessionManager:
         `{"ready", "pools": {name: {"ready", "replicas": {id: {"phase", "age_s", "fresh", "load"}}}}}`
         """
         now_s = self._clock()
-        loads = {view.info.replica_id: _load(view) for view in self._fleet.view(now_s).ready}
+        loads = {view.info.replica_id: _load(view) for view in self._allocator.fleet.view(now_s).ready}
         pools = {
             pool: {
                 "ready": any(replica.fresh and replica.phase is Phase.READY for replica in replicas.values()),
@@ -151,7 +111,7 @@ class SessionManager:
                     for replica_id, replica in replicas.items()
                 },
             }
-            for pool, replicas in self._fleet.phases(now_s).items()
+            for pool, replicas in self._allocator.fleet.phases(now_s).items()
         }
         return {"ready": all(pool["ready"] for pool in pools.values()), "pools": pools}
 
@@ -161,85 +121,63 @@ class SessionManager:
         Counts start when the manager does.
         """
         now_s = self._clock()
-        promises = self._fleet.promises()
+        promises = self._allocator.fleet.promises()
         return {
             **await self.ready(),
-            "sessions": {"open": len(promises), "queued": len(self._room), "closed": dict(self._outcomes)},
+            "sessions": {"open": len(promises), "queued": len(self._allocator.room), "closed": dict(self._outcomes)},
             "modes": dict(self._modes),
             "rejects": dict(self._rejects),
             "promises": [_promise(promise, now_s) for promise in promises],
-            "replicas": {replica_id: _numbers(snapshot) for replica_id, snapshot in self._fleet.snapshots().items()},
+            "replicas": {name: _numbers(each) for name, each in self._allocator.fleet.snapshots().items()},
         }
 
     async def check_health(self) -> None:
         """Serve calls this: an answer shows that the event loop runs. Nothing else here can break."""
 
-    def _place(self, request: SessionRequest, view: FleetView) -> Decision:
-        return place(request, view, self._settings)
-
-    def _settle(self, request: SessionRequest, decision: Admit | Reject) -> Admit | Reject:
-        """Enter a decision into the ledger: from here on, somebody has to close the session."""
-        if isinstance(decision, Reject):
-            self._rejects["never_fits"] += 1
-            return decision
-        now_s = self._clock()
-        epoch = self._fleet.next_epoch(request.session_id, now_s)
-        placement = replace(decision.placement, epoch=epoch)
-        self._fleet.promise(placement, request.prompt_tokens, now_s)
-        self._modes[placement.mode.value] += 1
-        return Admit(placement)
-
-    async def _wait(self, request: SessionRequest) -> Admit | Reject:
+    async def _wait(self, session_id: str) -> Admit | Reject:
         answer: asyncio.Future[Admit | Reject] = asyncio.get_running_loop().create_future()
-        self._answers[request.session_id] = answer
+        self._waiting[session_id] = answer
         try:
-            self._dispatch()
+            self._tell()
             while not answer.done():
-                left_s = self._room.deadline_s(request.session_id) - self._clock()
+                deadline_s = self._allocator.next_deadline_s()
+                left_s = 0.0 if deadline_s is None else deadline_s - self._clock()
                 await asyncio.wait({answer}, timeout=max(left_s, 0.0) + _LATE_S)
-                if not answer.done():
-                    self._dispatch()
+                self._tell()
             return answer.result()
         except asyncio.CancelledError:
-            self._abandon(request.session_id, answer)
+            self._abandon(session_id, answer)
             raise
         finally:
-            if self._answers.get(request.session_id) is answer:
-                del self._answers[request.session_id]
+            if self._waiting.get(session_id) is answer:
+                del self._waiting[session_id]
 
     def _abandon(self, session_id: str, answer: asyncio.Future[Admit | Reject]) -> None:
         """The caller is gone: give up its place in the room, or the placement that it will not learn of."""
-        self._outcomes["abandoned"] += 1
-        self._room.leave(session_id)
+        self._count("abandoned", 1)
+        del self._waiting[session_id]
         if answer.done() and isinstance(admit := answer.result(), Admit):
-            self._fleet.release(session_id, admit.placement.epoch)
-        self._dispatch()
+            self._allocator.close(session_id, admit.placement.epoch, "abandoned", self._clock())
+        elif not answer.done():
+            self._allocator.abandon(session_id)
+        self._tell()
 
-    def _leave(self, session_id: str) -> None:
-        """Whoever wanted this session does not any more, wherever its opening may be: waiting here, or on the way."""
-        self._left[session_id] = self._clock()
-        if self._room.leave(session_id):
-            self._answers[session_id].set_result(Reject(_CLOSED))
+    def _tell(self) -> None:
+        """Hand the allocator's answers to those who wait for them."""
+        for session_id, decision in self._allocator.answers(self._clock()):
+            if (answer := self._waiting.get(session_id)) is not None and not answer.done():
+                answer.set_result(self._counted(decision))
 
-    def _dispatch(self) -> None:
-        """Answer every waiter that can be answered now, and those who waited too long."""
-        if not self._room:
-            return
-        now_s = self._clock()
-        view = self._fleet.view(now_s)
-        while called := self._room.next_ready(view, self._place, now_s):
-            self._answers[called.request.session_id].set_result(self._settle(called.request, called.decision))
-            view = self._fleet.view(now_s)
-        retry_after_s = self._room.retry_after_s(now_s)
-        for request in self._room.expired(now_s):
-            self._rejects["timeout"] += 1
-            self._answers[request.session_id].set_result(self._too_late(request, view, retry_after_s))
+    def _count(self, outcome: str, sessions: int) -> None:
+        if sessions:
+            self._outcomes[outcome] += sessions
 
-    def _too_late(self, request: SessionRequest, view: FleetView, retry_after_s: float) -> Reject:
-        short = self._place(request, view)
-        why = short.reason if isinstance(short, Queue) else "others were waiting longer"
-        unavailable = isinstance(short, Queue) and short.unavailable
-        return Reject(f"no capacity within {self._queue_timeout_s:g} s: {why}", retry_after_s, unavailable)
+    def _counted(self, decision: Admit | Reject) -> Admit | Reject:
+        if isinstance(decision, Admit):
+            self._modes[decision.placement.mode.value] += 1
+        else:
+            self._rejects[decision.code or "never_fits"] += 1
+        return decision
 
 
 def _load(view: ReplicaView) -> dict[str, Any]:

@@ -1,19 +1,24 @@
-"""Where a session goes: filter the replicas that can hold it, score them, pick one. Pure.
+"""Where a session goes: filter the replicas that can hold it, score them in seconds, pick one pair. Pure.
 
-Decode replicas are scored by the share of their KV blocks that would be left. A share, and not a count, lets
-unlike pools fill side by side: the large one takes more, and the small one serves from the first moments of
-load.
+`place` filters, asks the configured policy for its choice (`joint`, or one of those to compare with in `policies`) and
+says what the choice is expected to cost. The filter is the same for all: a decode replica must have room for
+prompt plus longest answer, so that it never has to preempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from deployments.fleet import FleetView, ReplicaView, blocks_for
+import numpy as np
+
+from deployments.fleet_view import Columns, Flags, View, blocks_for
 from deployments.messages import (
     Admit,
     Decision,
+    Forecast,
     Mode,
     Placement,
     Queue,
@@ -22,136 +27,261 @@ from deployments.messages import (
     Role,
     SessionRequest,
 )
+from deployments.policy.outlook import Knowledge, Limits, Outlook
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a second of each kind counts, and what counts as equal.
+
+    `ttft`: until the first token. `decode`: of this request's own decoding. `others`: that it costs the requests beside
+    it. `late`: over an objective of its class. `memory_s`: seconds that a half full decode replica is worth less than
+    an empty one. `pin_s`: seconds that the replicas of an affinity are worth more. Costs within `near_s`, or within
+    `near_share` of the best, are equal: chance decides.
+    """
+
+    ttft: float = 1.0
+    decode: float = 1.0
+    others: float = 1.0
+    late: float = 10.0
+    memory_s: float = 0.2
+    pin_s: float = 5.0
+    near_s: float = 0.002
+    near_share: float = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementSettings:
     """`split_min_prompt_tokens`: shorter prompts are prefilled by the decode replica itself.
 
-    `max_retry_after_s`: the longest that a client is told to stay away.
+    `split_always`: longer ones are split wherever they can be; otherwise where that is expected to cost less.
+    `prefill_queue_s`: a prefill replica with so much work ahead takes no more, none: engines queue without limit.
+    `max_retry_after_s`: the longest that a client is told to stay away. `limits`: by pool, none: it takes anything.
     """
 
     split_min_prompt_tokens: int = 1
     handoff_timeout_s: float = 60.0
     session_timeout_s: float = 600.0
     max_retry_after_s: float = 30.0
+    split_always: bool = False
+    prefill_queue_s: float | None = None
+    weights: Weights = Weights()
+    limits: Mapping[str, Limits] = field(default_factory=dict)
 
 
-def place(request: SessionRequest, view: FleetView, settings: PlacementSettings) -> Decision:
-    """The first of the request's modes that can be served now, or why it has to wait or cannot be served.
+class Field:
+    """One request before the fleet: who could take it, and what to expect of each.
 
-    A placement's epoch is 1; whoever keeps the ledger numbers later attempts.
+    `rng` decides between equals. `objectives`: TTFT and TPOT in seconds of the request's class, infinite where none.
     """
-    missed: list[Queue | Reject] = []
-    reason = _not_worth_splitting(request, settings) or request.rule or "split"
-    for mode in _modes(request, view, settings):
-        decision = _PLACERS[mode](request, view)
-        if isinstance(decision, _Pair):
-            why = missed[0].reason if missed else reason
-            return Admit(_placement(request, settings, mode, why, decision))
-        missed.append(decision)
-    return next((miss for miss in missed if isinstance(miss, Queue)), missed[0])
 
+    def __init__(
+        self,
+        request: SessionRequest,
+        view: View,
+        settings: PlacementSettings,
+        knowledge: Knowledge,
+        rng: random.Random,
+        objectives: tuple[float, float],
+    ) -> None:
+        self.request, self.view, self.settings, self.knowledge = request, view, settings, knowledge
+        self.rng, self.objectives = rng, objectives
+        self._columns: dict[Role, Columns] = {}
+        self._outlooks: dict[Role, Outlook] = {}
 
-def claims(request: SessionRequest, view: FleetView) -> frozenset[str]:
-    """The ready decode replicas that could hold a request if empty: what a patient waiter waits for."""
-    return frozenset(
-        replica.info.replica_id for replica in view.of(Role.DECODE) if _holds(replica.info, _tokens(request))
-    )
+    def columns(self, role: Role) -> Columns:
+        if role not in self._columns:
+            self._columns[role] = self.view.columns(role)
+        return self._columns[role]
+
+    def outlook(self, role: Role) -> Outlook:
+        if role not in self._outlooks:
+            self._outlooks[role] = Outlook(self.request, self.columns(role), self.knowledge, self.view.now_s)
+        return self._outlooks[role]
+
+    def owners(self, role: Role) -> Flags:
+        """The replicas of a role that can hold the whole answer now."""
+        columns, tokens = self.columns(role), _tokens(self.request)
+        need = np.ceil(tokens / np.maximum(columns["block_size"], 1))
+        room = (need <= columns["free_blocks"]) & (columns["sessions"] < columns["max_sessions"])
+        return columns.ready & room & self._can_hold(columns, tokens)
+
+    def helpers(self) -> Flags:
+        """The prefill replicas that could compute the prompt. They need not have free blocks: prefills queue."""
+        columns = self.columns(Role.PREFILL)
+        able = columns.ready & self._can_hold(columns, self.request.prompt_tokens + 1)
+        if self.settings.prefill_queue_s is None:
+            return able
+        return able & (self.outlook(Role.PREFILL).queue_s() <= self.settings.prefill_queue_s)
+
+    def _can_hold(self, columns: Columns, tokens: int) -> Flags:
+        need = np.ceil(tokens / np.maximum(columns["block_size"], 1))
+        able: Flags = (tokens <= columns["max_model_len"]) & (need <= columns["total_blocks"])
+        refusing = [
+            columns.names[pool]
+            for pool, limits in self.settings.limits.items()
+            if pool in columns.names and not limits.take(self.request)
+        ]
+        return able & ~np.isin(columns.pool, refusing) if refusing else able
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """The replicas picked: `owner` writes the answer, `helper` prefills for it."""
+class Choice:
+    """Rows picked: `owner` writes the answer, `helper` prefills for it. `cost_s`: what it costs everybody."""
 
-    owner: ReplicaInfo
-    helper: ReplicaInfo | None = None
+    owner: int
+    helper: int | None = None
+    cost_s: float = 0.0
 
 
-def _modes(request: SessionRequest, view: FleetView, settings: PlacementSettings) -> tuple[Mode, ...]:
+class Policy(Protocol):
+    """How to choose among those that fit. `weighs_splitting`: a pair's cost can be compared with one replica's."""
+
+    weighs_splitting: bool
+
+    def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
+        """A decode and a prefill replica with the same engine; None when no two match. Neither is all false."""
+
+    def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
+        """One replica for prefill and decode. `owners` has at least one."""
+
+
+NOTHING = Knowledge()
+
+
+def place(
+    request: SessionRequest,
+    view: View,
+    settings: PlacementSettings,
+    policy: Policy,
+    rng: random.Random,
+    knowledge: Knowledge = NOTHING,
+    objectives: tuple[float, float] = (np.inf, np.inf),
+) -> Decision:
+    """The best way to serve a request now, or why it has to wait or cannot be served.
+
+    A placement's epoch is 1; whoever keeps the ledger numbers later attempts.
+    """
+    here = Field(request, view, settings, knowledge, rng, objectives)
+    missed: list[Queue | Reject] = []
+    best: tuple[Choice, Mode, str] | None = None
+    # Without any idea of times, one replica would always seem to cost less than two.
+    weighs = policy.weighs_splitting and bool(knowledge.coefficients) and not settings.split_always
+    for mode in _modes(request, here, settings):
+        choice = _CHOOSERS[mode](here, policy)
+        if not isinstance(choice, Choice):
+            missed.append(choice)
+        elif best is None:
+            best = choice, mode, missed[0].reason if missed else _reason(here, mode)
+        elif choice.cost_s < best[0].cost_s - near_s(best[0].cost_s, settings.weights):
+            best = choice, mode, "cheaper on one replica"
+        if best is not None and (not weighs or best[1] is Mode.PREFILL_LOCAL):
+            break
+    if best is None:
+        return next((miss for miss in missed if isinstance(miss, Queue)), missed[0])
+    choice, mode, reason = best
+    return Admit(_placement(here, mode, reason, choice))
+
+
+def near_s(cost_s: float, weights: Weights) -> float:
+    """How much more than `cost_s` counts as equal to it."""
+    return max(weights.near_s, weights.near_share * abs(cost_s))
+
+
+def claims(request: SessionRequest, view: View) -> frozenset[str]:
+    """The ready decode replicas that could hold a request if empty: what a patient waiter waits for."""
+    columns, tokens = view.columns(Role.DECODE), _tokens(request)
+    return frozenset(
+        replica_id
+        for replica_id, row in columns.rows.items()
+        if columns.ready[row] and _holds(columns.info(row), tokens)
+    )
+
+
+def _modes(request: SessionRequest, here: Field, settings: PlacementSettings) -> tuple[Mode, ...]:
     """The modes to try. The prefill pool decodes only what asks for it first, or when nobody else is up."""
     modes = request.allowed
     if not modes:
         raise ValueError(f"session {request.session_id} allows no mode")
-    if _not_worth_splitting(request, settings):
+    if _is_short(request, settings):
         modes = tuple(mode for mode in modes if mode is not Mode.DISAGGREGATED)
-    if modes[0] is not Mode.PREFILL_LOCAL and view.of(Role.DECODE):
+    if modes[0] is not Mode.PREFILL_LOCAL and here.columns(Role.DECODE).ready.any():
         modes = tuple(mode for mode in modes if mode is not Mode.PREFILL_LOCAL)
     return modes
 
 
-def _not_worth_splitting(request: SessionRequest, settings: PlacementSettings) -> str:
-    short = request.prompt_tokens < settings.split_min_prompt_tokens
+def _is_short(request: SessionRequest, settings: PlacementSettings) -> bool:
     has_choice = {Mode.DISAGGREGATED, Mode.DECODE_LOCAL} <= set(request.allowed)
-    return "short prompt" if short and has_choice else ""
+    return has_choice and request.prompt_tokens < settings.split_min_prompt_tokens
 
 
-def _place_disaggregated(request: SessionRequest, view: FleetView) -> _Pair | Queue | Reject:
-    owners = _owners(request, view, Role.DECODE)
-    if not owners:
-        return _shortfall(request, view, Role.DECODE)
-    for owner in owners:
-        if helper := _helper(request, view, owner.info.fingerprint):
-            return _Pair(owner.info, helper)
-    return _helper_shortfall(request, view)
+def _reason(here: Field, mode: Mode) -> str:
+    if _is_short(here.request, here.settings):
+        return "short prompt"
+    return here.request.rule or ("split" if mode is Mode.DISAGGREGATED else "one replica")
 
 
-def _place_decode_local(request: SessionRequest, view: FleetView) -> _Pair | Queue | Reject:
-    owners = _owners(request, view, Role.DECODE)
-    return _Pair(owners[0].info) if owners else _shortfall(request, view, Role.DECODE)
+def _choose_pair(here: Field, policy: Policy) -> Choice | Queue | Reject:
+    owners = here.owners(Role.DECODE)
+    if not owners.any():
+        return _shortfall(here, Role.DECODE)
+    helpers = here.helpers()
+    choice = policy.pair(here, owners, helpers) if helpers.any() else None
+    return choice or _helper_shortfall(here)
 
 
-def _place_prefill_local(request: SessionRequest, view: FleetView) -> _Pair | Queue | Reject:
-    owners = _owners(request, view, Role.PREFILL)
-    return _Pair(owners[0].info) if owners else _shortfall(request, view, Role.PREFILL)
+def _choose_one(role: Role) -> Callable[[Field, Policy], Choice | Queue | Reject]:
+    def choose(here: Field, policy: Policy) -> Choice | Queue | Reject:
+        owners = here.owners(role)
+        return policy.alone(here, role, owners) if owners.any() else _shortfall(here, role)
+
+    return choose
 
 
-_PLACERS: dict[Mode, Callable[[SessionRequest, FleetView], _Pair | Queue | Reject]] = {
-    Mode.DISAGGREGATED: _place_disaggregated,
-    Mode.DECODE_LOCAL: _place_decode_local,
-    Mode.PREFILL_LOCAL: _place_prefill_local,
+_CHOOSERS: dict[Mode, Callable[[Field, Policy], Choice | Queue | Reject]] = {
+    Mode.DISAGGREGATED: _choose_pair,
+    Mode.DECODE_LOCAL: _choose_one(Role.DECODE),
+    Mode.PREFILL_LOCAL: _choose_one(Role.PREFILL),
 }
 
 
-def _owners(request: SessionRequest, view: FleetView, role: Role) -> list[ReplicaView]:
-    """The replicas of a role that can hold the whole answer now, best first."""
-    tokens = _tokens(request)
-
-    def fits(replica: ReplicaView) -> bool:
-        room = blocks_for(tokens, replica.info.block_size) <= replica.free_blocks
-        return room and replica.sessions < replica.info.max_sessions and _holds(replica.info, tokens)
-
-    def score(replica: ReplicaView) -> tuple[float, float, int, str]:
-        left = replica.free_blocks - blocks_for(tokens, replica.info.block_size)
-        backlog = float(replica.backlog_tokens) if role is Role.PREFILL else 0.0
-        return backlog, -left / replica.info.total_blocks, replica.sessions, replica.info.replica_id
-
-    return sorted(filter(fits, view.of(role)), key=score)
-
-
-def _helper(request: SessionRequest, view: FleetView, fingerprint: str) -> ReplicaInfo | None:
-    """The least loaded prefill replica with the same engine. It need not have free blocks: prefills queue."""
-    fits = [
-        replica
-        for replica in view.of(Role.PREFILL)
-        if replica.info.fingerprint == fingerprint and _holds(replica.info, request.prompt_tokens + 1)
-    ]
-    best = min(fits, key=lambda replica: (replica.backlog_tokens, replica.info.replica_id), default=None)
-    return best.info if best else None
-
-
-def _placement(request: SessionRequest, settings: PlacementSettings, mode: Mode, reason: str, pair: _Pair) -> Placement:
-    on_decode = pair.owner.role is Role.DECODE
+def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placement:
+    role = Role.PREFILL if mode is Mode.PREFILL_LOCAL else Role.DECODE
+    owner = here.columns(role).info(choice.owner)
+    helper = None if choice.helper is None else here.columns(Role.PREFILL).info(choice.helper)
+    prefiller = (role, choice.owner) if choice.helper is None else (Role.PREFILL, choice.helper)
     return Placement(
-        session_id=request.session_id,
+        session_id=here.request.session_id,
         epoch=1,
         mode=mode,
         reason=reason,
-        decode=pair.owner if on_decode else None,
-        prefill=pair.helper if on_decode else pair.owner,
-        reserved_blocks=blocks_for(_tokens(request), pair.owner.block_size),
-        handoff_timeout_s=settings.handoff_timeout_s,
-        session_timeout_s=settings.session_timeout_s,
+        decode=owner if role is Role.DECODE else None,
+        prefill=helper if role is Role.DECODE else owner,
+        reserved_blocks=blocks_for(_tokens(here.request), owner.block_size),
+        handoff_timeout_s=here.settings.handoff_timeout_s,
+        session_timeout_s=here.settings.session_timeout_s,
+        cached_tokens=int(here.outlook(prefiller[0]).cached_tokens[prefiller[1]]),
+        forecast=_forecast(here, (role, choice.owner), prefiller),
+    )
+
+
+def _forecast(here: Field, owner: tuple[Role, int], prefiller: tuple[Role, int]) -> Forecast:
+    """What a choice is expected to take, in the numbers that it was made by."""
+    (prefill_role, prefill_row), (role, row) = prefiller, owner
+    first, then = here.outlook(prefill_role), here.outlook(role)
+    queue_s, prefill_s = float(first.queue_s()[prefill_row]), float(first.prefill_s()[prefill_row])
+    transfer_s = 0.0
+    if owner != prefiller and here.knowledge.link_bytes_per_s:
+        transfer_s = max(0.0, float(then.kv_bytes()[row]) / here.knowledge.link_bytes_per_s - prefill_s)
+    pools = {here.columns(each).info(at).pool for each, at in (owner, prefiller)}
+    return Forecast(
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        transfer_s=transfer_s,
+        ttft_s=queue_s + prefill_s,
+        tpot_s=float(then.step_s()[row]),
+        output_tokens=here.knowledge.output_tokens,
+        trusted=pools <= here.knowledge.trusted,
     )
 
 
@@ -165,42 +295,57 @@ def _holds(info: ReplicaInfo, tokens: int) -> bool:
     return tokens <= info.max_model_len and blocks_for(tokens, info.block_size) <= info.total_blocks
 
 
-def _shortfall(request: SessionRequest, view: FleetView, role: Role) -> Queue | Reject:
+def _takes(here: Field, info: ReplicaInfo, tokens: int) -> bool:
+    return _holds(info, tokens) and here.settings.limits.get(info.pool, Limits()).take(here.request)
+
+
+def _ready(here: Field, role: Role) -> list[int]:
+    return [int(row) for row in np.flatnonzero(here.columns(role).ready)]
+
+
+def _shortfall(here: Field, role: Role) -> Queue | Reject:
     """Why no replica of a role can own the session now."""
-    tokens = _tokens(request)
-    if never := _never_fits(request, view, role, tokens):
+    tokens, columns = _tokens(here.request), here.columns(role)
+    if never := _never_fits(here, role, tokens):
         return never
-    if not view.of(role):
+    ready = _ready(here, role)
+    if not ready:
         return Queue(f"no {role} replica is ready", unavailable=True)
-    able = [replica for replica in view.of(role) if _holds(replica.info, tokens)]
+    able = [row for row in ready if _takes(here, columns.info(row), tokens)]
     if not able:
         return Queue(f"no ready {role} replica is large enough for {tokens} tokens")
-    if all(replica.sessions >= replica.info.max_sessions for replica in able):
+    if all(columns["sessions"][row] >= columns["max_sessions"][row] for row in able):
         return Queue(f"every {role} replica that fits runs its most sessions")
-    best = max(able, key=lambda replica: (replica.free_blocks, replica.info.replica_id))
-    need = blocks_for(tokens, best.info.block_size)
-    return Queue(f"KV blocks are short: {need} needed, at most {best.free_blocks} free on a {role} replica")
+    best = max(able, key=lambda row: float(columns["free_blocks"][row]))
+    need = blocks_for(tokens, columns.info(best).block_size)
+    free = int(columns["free_blocks"][best])
+    return Queue(f"KV blocks are short: {need} needed, at most {free} free on a {role} replica")
 
 
-def _helper_shortfall(request: SessionRequest, view: FleetView) -> Queue | Reject:
+def _helper_shortfall(here: Field) -> Queue | Reject:
     """Why no replica can prefill for a session that a decode replica could hold."""
-    tokens = request.prompt_tokens + 1
-    if never := _never_fits(request, view, Role.PREFILL, tokens):
+    tokens, columns = here.request.prompt_tokens + 1, here.columns(Role.PREFILL)
+    if never := _never_fits(here, Role.PREFILL, tokens):
         return never
-    if not view.of(Role.PREFILL):
+    ready = _ready(here, Role.PREFILL)
+    if not ready:
         return Queue("no prefill replica is ready", unavailable=True)
-    if any(_holds(replica.info, tokens) for replica in view.of(Role.PREFILL)):
-        return Queue("no ready prefill replica has the same engine as a decode replica with room")
-    return Queue(f"no ready prefill replica is large enough for {tokens} tokens")
+    if not any(_takes(here, columns.info(row), tokens) for row in ready):
+        return Queue(f"no ready prefill replica is large enough for {tokens} tokens")
+    if not here.helpers().any():
+        return Queue(f"every prefill replica has more than {here.settings.prefill_queue_s:g} s of work")
+    return Queue("no ready prefill replica has the same engine as a decode replica with room")
 
 
-def _never_fits(request: SessionRequest, view: FleetView, role: Role, tokens: int) -> Reject | None:
-    """A rejection with numbers, when every pool of a role is known and none could ever hold the tokens."""
-    shapes = [info for info in view.known if info.role is role]
-    if role in view.silent or not shapes or any(_holds(info, tokens) for info in shapes):
+def _never_fits(here: Field, role: Role, tokens: int) -> Reject | None:
+    """A rejection with numbers, when every pool of a role is known and none could ever take the request."""
+    shapes = [info for info in here.view.known if info.role is role]
+    if role in here.view.silent or not shapes or any(_takes(here, info, tokens) for info in shapes):
         return None
     most = max(min(info.max_model_len, info.total_blocks * info.block_size) for info in shapes)
-    prompt = request.prompt_tokens
+    prompt = here.request.prompt_tokens
+    if tokens <= most:
+        return Reject(f"no {role} pool takes such a request: see the pools' limits of prompt length, class and adapter")
     return Reject(
         f"the request needs {tokens} tokens ({prompt} prompt + {tokens - prompt} answer), "
         f"and the largest {role} replica holds {most}"

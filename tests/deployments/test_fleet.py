@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from deployments.fleet import Fleet, ReplicaView
+from deployments.fleet import Fleet
+from deployments.fleet_view import ReplicaView
 from deployments.messages import Mode, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 
 POOLS = {"prefill": Role.PREFILL, "decode-small": Role.DECODE}
@@ -67,7 +68,9 @@ def test_a_silent_replica_goes_stale_and_is_known_still(fleet: Fleet) -> None:
 def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> None:
     fleet.promise(split("a", 30), 100, 0.0)
     fleet.promise(split("b", 20), 100, 0.0)
-    assert seen(fleet, "d0") == ReplicaView(D0, free_blocks=50, sessions=2, backlog_tokens=0)
+    assert seen(fleet, "d0") == ReplicaView(
+        D0, free_blocks=50, sessions=2, backlog_tokens=0, expected_blocks=50, held_tokens=200.0
+    )
     fleet.update(snapshot(D0, 2, used_blocks=10, running=1, sessions=("a",)), 0.1)
     assert seen(fleet, "d0").free_blocks == 50
     fleet.update(snapshot(D0, 3, used_blocks=60, running=3, sessions=("a", "b")), 0.2)
@@ -77,9 +80,9 @@ def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> N
 def test_a_prefill_replica_carries_the_prompt_until_the_prefill_is_done(fleet: Fleet) -> None:
     fleet.promise(split("a", 30), 160, 0.0)
     assert seen(fleet, "p0") == ReplicaView(P0, free_blocks=89, sessions=1, backlog_tokens=160)
-    assert fleet.prefill_done("a", 1)
-    assert not fleet.prefill_done("a", 1)
-    assert not fleet.prefill_done("a", 2)
+    assert fleet.prefill_done("a", 1, 0.0)
+    assert not fleet.prefill_done("a", 1, 0.0)
+    assert not fleet.prefill_done("a", 2, 0.0)
     assert seen(fleet, "p0") == ReplicaView(P0, free_blocks=100, sessions=0, backlog_tokens=0)
     assert seen(fleet, "d0").free_blocks == 70
 

@@ -1,0 +1,356 @@
+"""Who is served next, and where: one synchronous allocator for the session manager and the simulator. Pure.
+
+It holds the fleet, the waiting room, the prefix index and the predictors, and is told of every event. Whoever asks is
+answered at once or waits; after every event `answers` gives the answers to those who waited. Time and chance are
+arguments.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from configs.schema import BatonConfig
+from deployments.fleet import Fleet, Promise
+from deployments.fleet_view import View
+from deployments.messages import (
+    Admit,
+    Decision,
+    Placement,
+    Queue,
+    Reject,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+    SessionRequest,
+    StepSample,
+)
+from deployments.policy.admission import WaitingRoom
+from deployments.policy.classes import PriorityClasses
+from deployments.policy.latency import Coefficients, StepModel
+from deployments.policy.length import LengthPredictor
+from deployments.policy.objectives import verdict
+from deployments.policy.outlook import Knowledge, Limits
+from deployments.policy.placement import PlacementSettings, Weights, place
+from deployments.policy.policies import POLICIES
+from deployments.policy.prefix_index import PrefixIndex
+
+CLOSED = "the session was closed before it could be opened"
+
+OVERTAKEN_S = 60.0
+"""A call that another has overtaken arrives within this time."""
+
+SWEEP_S = 1.0
+"""Promises, replicas and cache entries that outlived their time are looked for so often."""
+
+TRUSTED_STEPS = 64
+"""A pool's times are acted upon once so many of its steps were seen."""
+
+AFFINITIES = 65_536
+"""Affinity keys that are remembered."""
+
+UNBOUNDED = float("inf")
+
+
+@dataclass(slots=True)
+class _Session:
+    """A request that is waiting or placed, and what was known of it when it came."""
+
+    request: SessionRequest
+    knowledge: Knowledge
+    since_s: float
+
+
+@dataclass(slots=True)
+class _Flow:
+    """How fast the waiting are being served: the mean time from one to the next, old ones fading."""
+
+    last_s: float | None = None
+    gap_s: float | None = None
+
+    def served(self, now_s: float) -> None:
+        if self.last_s is not None:
+            gap_s = now_s - self.last_s
+            self.gap_s = gap_s if self.gap_s is None else 0.95 * self.gap_s + 0.05 * gap_s
+        self.last_s = now_s
+
+    def wait_s(self, ahead: int) -> float:
+        return 0.0 if self.gap_s is None else ahead * self.gap_s
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over the waiting: who needs no less than one who found no room finds none either."""
+
+    none_for_tokens: float = UNBOUNDED
+    why: Queue | None = None
+
+
+class Allocator:
+    """`rng` decides between equals. A pool's times start from what its first replica says of its hardware."""
+
+    def __init__(self, config: BatonConfig, rng: random.Random) -> None:
+        placement = config.placement
+        self._config, self._rng = placement, rng
+        self._settings = settings_of(config)
+        self._policy = POLICIES[placement.policy]()
+        self._classes = PriorityClasses.of(placement)
+        pools = {name: Role.PREFILL if name == "prefill" else Role.DECODE for name in config.pools}
+        self.fleet = Fleet(pools, stale_s=placement.snapshot_stale_s, overcommit=placement.overcommit)
+        self.room = WaitingRoom(
+            placement.max_queued_requests, placement.queue_timeout_s, placement.queue_timeout_s, self._classes
+        )
+        self.index = PrefixIndex()
+        self.lengths = LengthPredictor()
+        self.models: dict[str, StepModel] = {}
+        self._coefficients: dict[str, Coefficients] = {}
+        self._link_bytes_per_s = config.channel.link_bytes_per_s
+        self._sessions: dict[str, _Session] = {}
+        self._answers: list[tuple[str, Admit | Reject]] = []
+        self._pins: OrderedDict[str, frozenset[str]] = OrderedDict()
+        self._left: dict[str, float] = {}
+        self._flow = _Flow()
+        self._swept_s = 0.0
+
+    # ---- sessions
+
+    def open(self, request: SessionRequest, now_s: float) -> Admit | Reject | None:
+        """Place a session, refuse it, or let it wait (None): its answer is then among `answers`.
+
+        What is placed must be closed. Opening a session again gives it a new epoch. Raises ValueError when the
+        session is waiting already or allows no mode, UnknownClass when its class does not exist.
+        """
+        if not request.allowed:
+            raise ValueError(f"session {request.session_id} allows no mode")
+        if request.session_id in self.room:
+            raise ValueError(f"session {request.session_id} is waiting already")
+        self._classes.resolve(request.priority)
+        if request.session_id in self._left:
+            return Reject(CLOSED)
+        session = _Session(request, self._knowledge(request), now_s)
+        if not self.room:
+            decision = self._decide(session, self.fleet.live(now_s), now_s)
+            if not isinstance(decision, Queue):
+                return self._settle(session, decision, now_s)
+        elif (late := self._too_late(session, now_s)) is not None:
+            return late
+        entered = self.room.enter(request, now_s, session.knowledge.output_tokens or None)
+        if isinstance(entered, Reject):
+            return entered
+        self._sessions[request.session_id] = session
+        if entered.displaced is not None:
+            self._answer(entered.displaced.request.session_id, entered.displaced.decision)
+        self._dispatch(now_s)
+        mine = next((each for each in self._answers if each[0] == request.session_id), None)
+        if mine is None:
+            return None
+        self._answers.remove(mine)
+        return mine[1]
+
+    def answers(self, now_s: float) -> list[tuple[str, Admit | Reject]]:
+        """The answers to those who waited, each once. Call it after every event and at `next_deadline_s`."""
+        self._dispatch(now_s)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def next_deadline_s(self) -> float | None:
+        """When the first of the waiting will have waited too long."""
+        return self.room.next_deadline_s()
+
+    def leave(self, session_id: str, now_s: float) -> int:
+        """Whoever wanted this session does not any more, wherever its opening may be: waiting, or on the way.
+
+        Closes what is open of it; returns how many placements that were.
+        """
+        self._left[session_id] = now_s
+        if self.room.leave(session_id):
+            self._answer(session_id, Reject(CLOSED))
+        epochs = [promise.placement.epoch for promise in self.fleet.promises_of(session_id)]
+        return sum(self.close(session_id, epoch, "cancelled", now_s) for epoch in epochs)
+
+    def abandon(self, session_id: str) -> None:
+        """A waiter is gone and needs no answer; idempotent."""
+        if self.room.leave(session_id):
+            self._sessions.pop(session_id, None)
+
+    def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
+        """The prompt is computed; idempotent. True when that was news."""
+        return self.fleet.prefill_done(session_id, epoch, now_s)
+
+    def close(self, session_id: str, epoch: int, outcome: str, now_s: float, output_tokens: int | None = None) -> bool:
+        """The session is over; idempotent. True when that was news. `output_tokens`: what an answer came to."""
+        if not self.fleet.release(session_id, epoch):
+            return False
+        if session_id not in self.room and not self.fleet.promises_of(session_id):
+            session = self._sessions.pop(session_id, None)
+            if session is not None and output_tokens and outcome in ("stop", "length"):
+                self.lengths.observe(session.request, output_tokens, finished_by_limit=outcome == "length")
+        return True
+
+    # ---- replicas
+
+    def report(self, snapshot: ReplicaSnapshot, now_s: float) -> bool:
+        """Take a replica's snapshot. True when its prefix cache must be told whole: something was missed."""
+        self.fleet.update(snapshot, now_s)
+        if snapshot.info is not None:
+            self._learn(snapshot.info, snapshot.steps)
+        return snapshot.cache is not None and not self.index.apply(snapshot.replica_id, snapshot.cache, now_s)
+
+    def _learn(self, info: ReplicaInfo, steps: Sequence[StepSample]) -> None:
+        model = self.models.get(info.pool)
+        if model is None:
+            model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else NO_PRIOR)
+        for sample in steps:
+            model.observe(sample)
+        if info.prior or model.count >= TRUSTED_STEPS:
+            self._coefficients[info.pool] = model.coefficients
+
+    def lost(self, replica_id: str) -> None:
+        """A replica is gone: nothing is placed on it until it reports again."""
+        self.fleet.forget(replica_id)
+        self.index.forget(replica_id)
+
+    def sweep(self, now_s: float) -> tuple[Promise, ...]:
+        """Forget what outlived its time; cheap to call often. Returns the promises that nobody closed."""
+        if now_s - self._swept_s < SWEEP_S:
+            return ()
+        self._swept_s = now_s
+        self._left = {session: at_s for session, at_s in self._left.items() if now_s - at_s < OVERTAKEN_S}
+        known = set(self.fleet.snapshots())
+        expired = self.fleet.expire(now_s)
+        for replica_id in known - set(self.fleet.snapshots()):
+            self.index.forget(replica_id)
+        for promise in expired:
+            if not self.fleet.promises_of(promise.placement.session_id):
+                self._sessions.pop(promise.placement.session_id, None)
+        self.index.sweep(now_s)
+        return tuple(promise for promise in expired if not promise.released)
+
+    # ---- decisions
+
+    def _knowledge(self, request: SessionRequest) -> Knowledge:
+        length = self.lengths.predict(request)
+        return Knowledge(
+            coefficients=self._coefficients,
+            hits=self.index.hits(request.hashes) if request.hashes else {},
+            output_tokens=length.mean,
+            trusted=frozenset(pool for pool, model in self.models.items() if model.count >= TRUSTED_STEPS),
+            pinned=self._pins.get(request.affinity, frozenset()) if request.affinity else frozenset(),
+            link_bytes_per_s=self._link_bytes_per_s,
+        )
+
+    def _decide(self, session: _Session, view: View, now_s: float) -> Decision:
+        request = session.request
+        priority = self._classes.resolve(request.priority)
+        objectives = (priority.ttft_s or UNBOUNDED, priority.tpot_s or UNBOUNDED)
+        decision = place(request, view, self._settings, self._policy, self._rng, session.knowledge, objectives)
+        if not isinstance(decision, Admit) or not self._config.admission:
+            return decision
+        refusal = verdict(
+            decision.placement.forecast,
+            priority,
+            now_s - session.since_s,
+            slack=self._config.admission_slack,
+            max_retry_after_s=self._config.queue_timeout_s,
+        )
+        return refusal or decision
+
+    def _too_late(self, session: _Session, now_s: float) -> Reject | None:
+        """Early refusal of one who would wait behind others for longer than its class allows."""
+        priority = self._classes.resolve(session.request.priority)
+        wait_s = self._flow.wait_s(len(self.room))
+        limit_s = UNBOUNDED if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s
+        if not self._config.admission or wait_s <= limit_s:
+            return None
+        reason = (
+            f"predicted wait {wait_s:.1f} s behind {len(self.room)} others, over the {priority.ttft_s:g} s TTFT of "
+            f"class {priority.name}"
+        )
+        return Reject(reason, min(max(wait_s, 1.0), self._config.queue_timeout_s), code="predicted_ttft")
+
+    def _dispatch(self, now_s: float) -> None:
+        """Answer everybody who can be answered, and those who waited too long."""
+        while self.room:
+            view, tried = self.fleet.live(now_s), _Pass()
+
+            def decide(request: SessionRequest, view: View, tried: _Pass = tried) -> Decision:
+                return self._retry(request, view, tried, now_s)
+
+            called = self.room.next_ready(view, decide, now_s)
+            if called is None:
+                break
+            session = self._sessions[called.request.session_id]
+            if isinstance(called.decision, Admit):
+                self._flow.served(now_s)
+            self._answer(called.request.session_id, self._settle(session, called.decision, now_s))
+        self._expire(now_s)
+
+    def _retry(self, request: SessionRequest, view: View, tried: _Pass, now_s: float) -> Decision:
+        tokens = request.prompt_tokens + request.max_tokens
+        if tried.why is not None and tokens >= tried.none_for_tokens and not self._settings.limits:
+            return tried.why
+        decision = self._decide(self._sessions[request.session_id], view, now_s)
+        if isinstance(decision, Queue):
+            tried.none_for_tokens, tried.why = min(tokens, tried.none_for_tokens), decision
+        return decision
+
+    def _expire(self, now_s: float) -> None:
+        retry_after_s = self.room.retry_after_s(now_s)
+        for request in self.room.expired(now_s):
+            short = self._decide(self._sessions[request.session_id], self.fleet.live(now_s), now_s)
+            why = short.reason if isinstance(short, Queue) else "others were waiting longer"
+            unavailable = isinstance(short, Queue) and short.unavailable
+            reason = f"no capacity within {self._config.queue_timeout_s:g} s: {why}"
+            self._answer(request.session_id, Reject(reason, retry_after_s, unavailable, code="queue_timeout"))
+
+    def _answer(self, session_id: str, decision: Admit | Reject) -> None:
+        if isinstance(decision, Reject):
+            self._sessions.pop(session_id, None)
+        self._answers.append((session_id, decision))
+
+    def _settle(self, session: _Session, decision: Admit | Reject, now_s: float) -> Admit | Reject:
+        """Enter a decision into the books: from here on, somebody has to close the session."""
+        if isinstance(decision, Reject):
+            return decision
+        request = session.request
+        epoch = self.fleet.next_epoch(request.session_id, now_s)
+        placement = replace(decision.placement, epoch=epoch)
+        self.fleet.promise(placement, request.prompt_tokens, now_s)
+        self._sessions[request.session_id] = session
+        self._remember(request, placement, now_s)
+        return Admit(placement)
+
+    def _remember(self, request: SessionRequest, placement: Placement, now_s: float) -> None:
+        replicas = {placement.owner.replica_id, (placement.prefill or placement.owner).replica_id}
+        if request.hashes:
+            self.index.expect(sorted(replicas), request.hashes, now_s)
+        if request.affinity:
+            self._pins[request.affinity] = frozenset(replicas)
+            self._pins.move_to_end(request.affinity)
+            if len(self._pins) > AFFINITIES:
+                self._pins.popitem(last=False)
+
+
+NO_PRIOR = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def settings_of(config: BatonConfig) -> PlacementSettings:
+    """What placement takes from the configuration."""
+    placement = config.placement
+    limits = {
+        name: Limits(pool.min_prompt_tokens, pool.max_prompt_tokens, frozenset(pool.classes), frozenset(pool.adapters))
+        for name, pool in config.pools.items()
+        if pool.min_prompt_tokens or pool.max_prompt_tokens or pool.classes or pool.adapters
+    }
+    return PlacementSettings(
+        split_min_prompt_tokens=placement.split_min_prompt_tokens,
+        handoff_timeout_s=config.channel.handoff_timeout_s,
+        session_timeout_s=placement.session_timeout_s,
+        max_retry_after_s=placement.queue_timeout_s,
+        split_always=placement.split == "always",
+        prefill_queue_s=placement.prefill_queue_s,
+        weights=Weights(**placement.weights.model_dump()),
+        limits=limits,
+    )

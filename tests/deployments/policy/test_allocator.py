@@ -1,0 +1,269 @@
+"""The allocator: the same decisions for the session manager and the simulator, and books that balance."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
+from deployments.messages import (
+    Admit,
+    CacheChange,
+    Finished,
+    Mode,
+    Phase,
+    Placement,
+    Reject,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+    SessionRequest,
+    StepSample,
+)
+from deployments.policy.allocator import TRUSTED_STEPS, Allocator
+from deployments.policy.split import ANY
+
+BLOCK = 16
+PRIOR = (5e-3, 1e-4, 0.0, 1e-4, 1e-7)
+
+
+def info(replica_id: str, total_blocks: int = 1000, pool: str = "", **more: Any) -> ReplicaInfo:
+    role = Role.PREFILL if replica_id.startswith("p") else Role.DECODE
+    pool = pool or ("prefill" if role is Role.PREFILL else "decode-small")
+    shape = {"chunk_tokens": 512, "kv_bytes_per_token": 1000, "prior": PRIOR, **more}
+    return ReplicaInfo(replica_id, pool, role, "node", "engine", BLOCK, total_blocks, 64, 16_384, **shape)
+
+
+def allocator_of(*infos: ReplicaInfo, pools: dict[str, Any] | None = None, **placement: Any) -> Allocator:
+    pool = PoolConfig(engine=MockEngineConfig(block_size=BLOCK))
+    decode = {name: pool.model_copy(update=more) for name, more in (pools or {"small": {}}).items()}
+    config = BatonConfig(prefill=pool, decode=decode, placement=PlacementConfig(**placement))
+    allocator = Allocator(config, random.Random(1))
+    for each in infos:
+        allocator.report(ReplicaSnapshot(each.replica_id, 1, Phase.READY, each), 0.0)
+    return allocator
+
+
+def ask(session_id: str, prompt: int = 160, answer: int = 160, **more: Any) -> SessionRequest:
+    return SessionRequest(session_id, prompt, answer, more.pop("allowed", ANY), **more)
+
+
+def admitted(allocator: Allocator, request: SessionRequest, now_s: float = 0.0) -> Placement:
+    decision = allocator.open(request, now_s)
+    assert isinstance(decision, Admit), decision
+    return decision.placement
+
+
+def report(allocator: Allocator, replica: ReplicaInfo, version: int, now_s: float = 0.0, **load: Any) -> bool:
+    return allocator.report(ReplicaSnapshot(replica.replica_id, version, Phase.READY, replica, **load), now_s)
+
+
+def steps(count: int, slower: float = 1.0) -> tuple[StepSample, ...]:
+    """As the prior has them, or slower."""
+    rng = random.Random(3)
+    samples = []
+    for _ in range(count):
+        prefill, sequences = rng.randrange(512), rng.randrange(20)
+        seconds = PRIOR[0] + prefill * PRIOR[1] + sequences * PRIOR[3] + sequences * 200 * PRIOR[4]
+        samples.append(StepSample(seconds * slower, prefill, 0, sequences, sequences * 200))
+    return tuple(samples)
+
+
+def test_a_waiter_is_answered_when_another_closes() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=20))
+    first = admitted(allocator, ask("a"))
+    assert allocator.open(ask("b"), 0.0) is None
+    assert allocator.answers(0.0) == []
+    assert allocator.close("a", first.epoch, "stop", 1.0, 5)
+    assert not allocator.close("a", first.epoch, "stop", 1.0, 5)
+    ((session_id, decision),) = allocator.answers(1.0)
+    assert session_id == "b"
+    assert isinstance(decision, Admit)
+    assert allocator.answers(1.0) == []
+
+
+def test_whoever_waits_too_long_is_told_what_was_short() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=20), queue_timeout_s=2.0, snapshot_stale_s=60.0)
+    admitted(allocator, ask("a"))
+    assert allocator.open(ask("b"), 0.0) is None
+    assert allocator.next_deadline_s() == 2.0
+    ((session_id, decision),) = allocator.answers(2.0)
+    assert session_id == "b"
+    assert isinstance(decision, Reject)
+    assert "KV blocks are short: 20 needed, at most 0 free" in decision.reason
+    assert decision.code == "queue_timeout"
+
+
+def test_the_prefill_replica_that_has_the_prompt_cached_is_chosen_until_it_is_too_busy() -> None:
+    p0, p1 = info("p0"), info("p1")
+    allocator = allocator_of(p0, p1, info("d0", total_blocks=100_000))
+    hashes = tuple(range(1, 101))
+    report(allocator, p1, 2, cache=CacheChange(1, hashes, (), True))
+    placement = admitted(allocator, ask("a", 1616, hashes=hashes, allowed=(Mode.DISAGGREGATED,)))
+    assert placement.prefill == p1
+    assert placement.cached_tokens == 1600
+    assert placement.forecast.prefill_s == pytest.approx(PRIOR[0] + 16 * PRIOR[1])
+    busy = [admitted(allocator, ask(f"b{i}", 1616, hashes=hashes, allowed=(Mode.DISAGGREGATED,))) for i in range(60)]
+    assert {each.prefill.replica_id for each in busy if each.prefill} == {"p0", "p1"}
+
+
+def test_what_is_placed_is_expected_in_the_cache_so_that_the_next_turn_goes_there() -> None:
+    replicas = [info(f"p{i}") for i in range(8)]
+    allocator = allocator_of(*replicas, info("d0", total_blocks=100_000))
+    hashes = tuple(range(1, 65))
+    first = admitted(allocator, ask("a", 1024, hashes=hashes, allowed=(Mode.DISAGGREGATED,)))
+    allocator.prefill_done("a", first.epoch, 0.1)
+    again = admitted(allocator, ask("b", 1100, hashes=(*hashes, 99), allowed=(Mode.DISAGGREGATED,)), 0.1)
+    assert again.prefill == first.prefill
+    assert again.cached_tokens == 1024
+
+
+def test_an_affinity_goes_back_to_its_replicas() -> None:
+    allocator = allocator_of(*(info(f"p{i}") for i in range(8)), *(info(f"d{i}", 100_000) for i in range(8)))
+    first = admitted(allocator, ask("a", affinity="conversation"))
+    for number in range(20):
+        placement = admitted(allocator, ask(f"b{number}", affinity="conversation"))
+        assert placement.decode == first.decode
+    others = {admitted(allocator, ask(f"c{i}")).owner.replica_id for i in range(40)}
+    assert len(others) > 1
+
+
+def test_a_herd_spreads_over_the_prefill_replicas() -> None:
+    replicas = [info(f"p{i}") for i in range(10)]
+    allocator = allocator_of(*replicas, *(info(f"d{i}", 100_000) for i in range(10)))
+    herd = [admitted(allocator, ask(f"a{i}", 1000, allowed=(Mode.DISAGGREGATED,))) for i in range(100)]
+    shares = [sum(each.prefill == replica for each in herd) for replica in replicas]
+    assert min(shares) >= 8
+    assert max(shares) <= 12
+
+
+def test_a_short_prompt_is_prefilled_on_an_idle_decode_replica_when_prefill_is_busy() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=100_000))
+    assert admitted(allocator, ask("long", 8000)).mode is Mode.DISAGGREGATED
+    short = admitted(allocator, ask("short", 20))
+    assert (short.mode, short.reason) == (Mode.DECODE_LOCAL, "cheaper on one replica")
+    for number in range(30):
+        admitted(allocator, ask(f"busy{number}", 20, allowed=(Mode.DECODE_LOCAL,)))
+    allocator.prefill_done("long", 1, 1.0)
+    long = admitted(allocator, ask("long again", 8000), 1.0)
+    assert long.mode is Mode.DISAGGREGATED, "thirty others would wait for it"
+
+
+def test_steps_that_are_slower_than_the_prior_lengthen_the_forecast_and_are_trusted_after_some() -> None:
+    d0, p0 = info("d0", 100_000), info("p0")
+    allocator = allocator_of(p0, d0)
+    before = admitted(allocator, ask("a"))
+    assert not before.forecast.trusted
+    for replica in (p0, d0):
+        for number in range(8):
+            report(allocator, replica, 2 + number, steps=steps(TRUSTED_STEPS, slower=3.0))
+    allocator.prefill_done("a", 1, 1.0)
+    after = admitted(allocator, ask("b"), 1.0)
+    assert after.forecast.trusted
+    assert after.forecast.prefill_s == pytest.approx(3 * before.forecast.prefill_s, rel=0.2)
+
+
+def objectives(**more: Any) -> dict[str, Any]:
+    return {"classes": {"chat": ClassConfig(ttft_s=0.5, **more)}, "default_class": "chat"}
+
+
+def test_what_would_miss_its_class_is_refused_at_once_and_costs_nothing() -> None:
+    p0, d0 = info("p0"), info("d0", 100_000)
+    allocator = allocator_of(p0, d0, **objectives())
+    for replica in (p0, d0):
+        report(allocator, replica, 2, steps=steps(4 * TRUSTED_STEPS))
+    split = {"allowed": (Mode.DISAGGREGATED,)}
+    decisions = [allocator.open(ask(f"a{i}", 1000, **split), 0.0) for i in range(10)]
+    admits = [each for each in decisions if isinstance(each, Admit)]
+    refused = [each for each in decisions if isinstance(each, Reject)]
+    assert 3 <= len(admits) <= 5, "a prompt takes a tenth of a second"
+    assert len(admits) + len(refused) == 10
+    assert all(each.code == "predicted_ttft" and each.retry_after_s for each in refused)
+    assert len(allocator.fleet.promises()) == len(admits)
+    without = allocator_of(p0, d0, admission=False, **objectives())
+    for replica in (p0, d0):
+        report(without, replica, 2, steps=steps(4 * TRUSTED_STEPS))
+    assert all(isinstance(without.open(ask(f"a{i}", 1000, **split), 0.0), Admit) for i in range(10))
+
+
+def test_overcommit_promises_more_than_there_is_and_without_it_nothing_is() -> None:
+    for overcommit, expected in ((1.0, 5), (2.0, 10)):
+        allocator = allocator_of(info("p0"), info("d0", 100), overcommit=overcommit)
+        opened = [allocator.open(ask(f"a{i}"), 0.0) for i in range(12)]
+        assert sum(isinstance(each, Admit) for each in opened) == expected
+
+
+def test_a_pool_s_limits_are_kept_and_named() -> None:
+    pools = {"short": {"max_prompt_tokens": 100}, "long": {"min_prompt_tokens": 101}}
+    infos = (info("p0"), info("d0", pool="decode-short"), info("d1", pool="decode-long"))
+    allocator = allocator_of(*infos, pools=pools)
+    for number in range(10):
+        assert admitted(allocator, ask(f"s{number}", 50)).owner.replica_id == "d0"
+        assert admitted(allocator, ask(f"l{number}", 500)).owner.replica_id == "d1"
+    gap = allocator_of(*infos[:2], pools={"short": {"max_prompt_tokens": 100}})
+    decision = gap.open(ask("l", 500, allowed=(Mode.DECODE_LOCAL,)), 0.0)
+    assert isinstance(decision, Reject)
+    assert "limits" in decision.reason
+
+
+def test_the_finished_log_gives_blocks_back_before_anybody_closes() -> None:
+    d0 = info("d0", total_blocks=20)
+    allocator = allocator_of(info("p0"), d0)
+    first = admitted(allocator, ask("a"))
+    report(allocator, d0, 2, used_blocks=15, sessions=("a",))
+    assert allocator.open(ask("b"), 0.5) is None
+    report(allocator, d0, 3, finished=(Finished("a", first.epoch, 9),), finished_version=1)
+    ((session_id, decision),) = allocator.answers(1.0)
+    assert (session_id, type(decision)) == ("b", Admit)
+    report(allocator, d0, 4, finished=(Finished("a", first.epoch, 9),), finished_version=1)
+    assert allocator.close("a", first.epoch, "stop", 1.0, 9), "closing is still news to whoever counts sessions"
+
+
+def test_answers_that_end_teach_how_long_the_next_will_be() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=100_000))
+    assert admitted(allocator, ask("first", 100, 4000)).forecast.output_tokens == pytest.approx(4000, rel=0.1)
+    for number in range(200):
+        placement = admitted(allocator, ask(f"a{number}", 100, 4000))
+        allocator.close(placement.session_id, placement.epoch, "stop", float(number), 40)
+    assert admitted(allocator, ask("last", 100, 4000)).forecast.output_tokens == pytest.approx(40, rel=0.3)
+
+
+def test_a_lost_replica_takes_its_cache_along() -> None:
+    p0, p1 = info("p0"), info("p1")
+    allocator = allocator_of(p0, p1, info("d0", total_blocks=100_000))
+    hashes = tuple(range(1, 65))
+    report(allocator, p1, 2, cache=CacheChange(1, hashes, (), True))
+    allocator.lost("p1")
+    report(allocator, p1, 3)
+    assert admitted(allocator, ask("a", 1100, hashes=hashes)).cached_tokens == 0
+    assert report(allocator, p1, 4, cache=CacheChange(9, (1,), ())), "it has to tell all of it again"
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "weighted_round_robin", "power_of_two", "least_tokens"])
+def test_the_others_spread_too_and_never_overfill(policy: str) -> None:
+    replicas = [info(f"d{i}", total_blocks=200) for i in range(4)]
+    allocator = allocator_of(info("p0"), info("p1"), *replicas, policy=policy)
+    opened = [allocator.open(ask(f"a{i}"), 0.0) for i in range(50)]
+    owners = [each.placement.owner for each in opened if isinstance(each, Admit)]
+    assert [owners.count(replica) for replica in replicas] == [10] * 4
+
+
+def test_prefix_affinity_and_overlap_cost_go_where_the_prefix_is() -> None:
+    hashes = tuple(range(1, 65))
+    for policy in ("prefix_affinity", "overlap_cost"):
+        p1 = info("p1")
+        allocator = allocator_of(info("p0"), p1, info("p2"), info("d0", total_blocks=100_000), policy=policy)
+        report(allocator, p1, 2, cache=CacheChange(1, hashes, (), True))
+        assert admitted(allocator, ask("a", 1100, hashes=hashes)).prefill == p1
+
+
+def test_engines_that_differ_are_never_paired() -> None:
+    odd = replace(info("d0", total_blocks=100_000), fingerprint="odd")
+    for policy in ("joint", "round_robin", "overlap_cost"):
+        allocator = allocator_of(info("p0"), odd, info("d1"), policy=policy)
+        for number in range(20):
+            placement = admitted(allocator, ask(f"a{number}", 64, 8, allowed=(Mode.DISAGGREGATED,)))
+            assert placement.owner.replica_id == "d1"

@@ -14,6 +14,7 @@ from deployments.errors import (
     SessionError,
     SessionTimeout,
     Unavailable,
+    UnknownClass,
 )
 
 
@@ -35,7 +36,7 @@ class MethodNotAllowed(RequestError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `retry_after_s` is used where the exception carries none of its own."""
+    """One row of the table. `code` and `retry_after_s` are used where the exception carries none of its own."""
 
     status: int
     type: str
@@ -46,6 +47,7 @@ class Row:
 # Looked up along the exception's MRO: the most specific row wins. OpenAI's client retries 408, 429 and 5xx.
 TABLE: dict[type[Exception], Row] = {
     NeverFits: Row(400, "invalid_request_error", "context_length_exceeded"),
+    UnknownClass: Row(400, "invalid_request_error", "unknown_class"),
     Overloaded: Row(429, "rate_limit_error", "overloaded", retry_after_s=1.0),
     Unavailable: Row(503, "service_unavailable_error", "no_replica_available", retry_after_s=5.0),
     ReplicaLost: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
@@ -77,11 +79,12 @@ def answer(error: Exception) -> Answer:
     """The response to a failed request; 500 without details for an exception that is not in the table."""
     row = next((TABLE[cls] for cls in type(error).__mro__ if cls in TABLE), _UNKNOWN)
     message = "internal error" if row is _UNKNOWN else str(error) or row.code.replace("_", " ")
+    code = (isinstance(error, Overloaded) and error.code) or row.code
     headers = {}
     retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-    return Answer(row.status, error_body(message, row.type, row.code), headers)
+    return Answer(row.status, error_body(message, row.type, code), headers)
 
 
 def of_status(status: int, message: str) -> Answer:

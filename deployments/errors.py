@@ -11,12 +11,20 @@ class NeverFits(SessionError):
     """No replica could ever hold the request: the client must ask for less."""
 
 
-class Overloaded(SessionError):
-    """No capacity within the queueing time; `retry_after_s` says when to come back."""
+class UnknownClass(SessionError):
+    """The request asks for a priority class that does not exist."""
 
-    def __init__(self, reason: str, retry_after_s: float) -> None:
+
+class Overloaded(SessionError):
+    """Not now: no capacity, or none that meets the request's class. `retry_after_s` says when to come back.
+
+    `code`: the kind of reason, as in `messages.Reject`.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float, code: str = "") -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
+        self.code = code
 
 
 class Unavailable(SessionError):

@@ -1,48 +1,85 @@
 """The waiting room: a bounded queue of requests that no replica can take yet. Pure.
 
-First in, first out, except that a request which cannot be placed now does not hold up later ones that can. So
-that small requests cannot starve a large one for ever, a request that has waited half its timeout claims the
-decode replicas that could hold it: those behind it are placed on the others only, and the claimed ones empty
-out.
+Classes of a lower rank go first, and of each three others follow one that is due: the first of the class that is
+furthest behind its weight's share of all turns. The one that is due is tried before anybody else until it is served, so
+no class starves. Within a class clients share fairly (`line.py`).
+
+A request that cannot be placed now does not hold up later ones that can. So that small requests cannot starve a
+large one for ever, a request that has waited half of the time it has claims the decode replicas that could hold it:
+those behind it are placed on the others only, and the claimed ones empty out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
-from deployments.fleet import FleetView
+from deployments.fleet_view import View
 from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
+from deployments.policy.classes import PriorityClass, PriorityClasses
+from deployments.policy.line import Line, Waiter
 from deployments.policy.placement import claims
 
 OVERTAKING_DEPTH = 64
-"""How far from the head a request may be and still be tried: bounds the work of one pass."""
+"""How many may be tried before a pass gives up, divided among the classes that wait: bounds the work of one pass."""
 
+CLAIMANTS = 8
+"""How many may claim replicas in one pass: bounds what claims may cost, and the first to claim are the first to go."""
 
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    """One request in the room, and since when."""
-
-    request: SessionRequest
-    since_s: float
+TURNS_BY_RANK = 3
+"""So many are served by rank before one is due by share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The request that leaves the room next, and its answer."""
+    """A request that leaves the room, and its answer."""
 
     request: SessionRequest
     decision: Admit | Reject
 
 
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A place was taken. `displaced`: who had to leave for it, and what to tell them."""
+
+    displaced: Called | None = None
+
+
+class _Class:
+    """One class in the room. `turns`: how often it was served, over its weight."""
+
+    def __init__(self, priority: PriorityClass) -> None:
+        self.priority = priority
+        self.line = Line(priority)
+        self.turns = 0.0
+
+    @property
+    def after_next(self) -> float:
+        """`turns` after one more."""
+        return self.turns + 1 / self.priority.weight
+
+
 class WaitingRoom:
     """At most `max_requests` waiters, each for at most `timeout_s`. Times are seconds of the caller's."""
 
-    def __init__(self, max_requests: int, timeout_s: float, max_retry_after_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        timeout_s: float,
+        max_retry_after_s: float = 30.0,
+        classes: PriorityClasses | None = None,
+    ) -> None:
         self._max_requests = max_requests
         self._timeout_s = timeout_s
         self._max_retry_after_s = max_retry_after_s
-        self._waiters: dict[str, Waiter] = {}
+        self._classes = classes or PriorityClasses()
+        self._queues = {name: _Class(self._classes.resolve(name)) for name in self._classes.names}
+        self._waiters: dict[str, Waiter] = {}  # in order of arrival
+        self._arrived = 0
+        self._turns = 0.0
+        self._by_rank = 0
+        self._due: Waiter | None = None
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -50,56 +87,146 @@ class WaitingRoom:
     def __contains__(self, session_id: object) -> bool:
         return session_id in self._waiters
 
-    def enter(self, request: SessionRequest, now_s: float) -> int | Reject:
-        """Take a place: its position, from 1; or a rejection that says when to come back.
+    def enter(self, request: SessionRequest, now_s: float, output_tokens: float | None = None) -> Entered | Reject:
+        """Take a place, or a rejection that says when to come back. Where all are taken, a request of a lower rank
+        takes that of the newest of the highest.
 
-        Raises ValueError when the session is in the room already.
+        `output_tokens`: the answer's expected length; default: the most it may be. Raises ValueError when the session
+        is in the room already, UnknownClass when its class does not exist.
         """
         if request.session_id in self._waiters:
             raise ValueError(f"session {request.session_id} is waiting already")
+        queue = self._queues[self._classes.resolve(request.priority).name]
+        limit = queue.priority.max_queued
+        if limit is not None and len(queue.line) >= limit:
+            return self._full(f"{limit} requests of class {queue.priority.name} are waiting already", now_s)
+        displaced = None
         if len(self._waiters) >= self._max_requests:
-            return Reject(f"{len(self._waiters)} requests are waiting already", self.retry_after_s(now_s))
-        self._waiters[request.session_id] = Waiter(request, now_s)
-        return len(self._waiters)
+            least = self._least_below(queue.priority)
+            if least is None:
+                return self._full(f"{len(self._waiters)} requests are waiting already", now_s)
+            displaced = self._displace(least, queue.priority, now_s)
+        self._seat(request, queue, now_s, request.max_tokens if output_tokens is None else output_tokens)
+        return Entered(displaced)
 
     def leave(self, session_id: str) -> bool:
         """Give up a place; idempotent. True when there was one."""
-        return self._waiters.pop(session_id, None) is not None
+        waiter = self._waiters.get(session_id)
+        if waiter is not None:
+            self._take_out(waiter)
+        return waiter is not None
 
-    def next_ready(
-        self, view: FleetView, place: Callable[[SessionRequest, FleetView], Decision], now_s: float
-    ) -> Called | None:
+    def next_ready(self, view: View, place: Callable[[SessionRequest, View], Decision], now_s: float) -> Called | None:
         """Take out the first waiter that can be answered now. Call again, with a new view, until None."""
         claimed: frozenset[str] = frozenset()
-        for waiter in list(self._waiters.values())[:OVERTAKING_DEPTH]:
+        claimants = 0
+        for waiter in self._in_order():
             decision = place(waiter.request, view)
             if not isinstance(decision, Queue):
-                del self._waiters[waiter.request.session_id]
+                self._call(waiter, served=isinstance(decision, Admit))
                 return Called(waiter.request, decision)
-            if self._is_patient(waiter, now_s):
+            if claimants < CLAIMANTS and _is_patient(waiter, now_s):
+                claimants += 1
                 claimed |= claims(waiter.request, view)
                 view = view.without_room_on(claimed)
         return None
 
     def expired(self, now_s: float) -> tuple[SessionRequest, ...]:
         """Take out those who waited too long."""
-        late = [waiter.request for waiter in self._waiters.values() if now_s >= self._deadline_s(waiter)]
-        for request in late:
-            del self._waiters[request.session_id]
-        return tuple(late)
+        late = tuple(takewhile(lambda waiter: now_s >= self._deadline_s(waiter), self._waiters.values()))
+        for waiter in late:
+            self._take_out(waiter)
+        return tuple(waiter.request for waiter in late)
 
     def deadline_s(self, session_id: str) -> float:
         """When a waiter will be late. Raises KeyError for one that is not in the room."""
         return self._deadline_s(self._waiters[session_id])
 
+    def next_deadline_s(self) -> float | None:
+        """When the first waiter will be late; none when nobody waits."""
+        oldest = next(iter(self._waiters.values()), None)
+        return None if oldest is None else self._deadline_s(oldest)
+
+    def waited_s(self, session_id: str, now_s: float) -> float:
+        """How long a session has waited; 0.0 for one that is not in the room."""
+        waiter = self._waiters.get(session_id)
+        return 0.0 if waiter is None else now_s - waiter.since_s
+
     def retry_after_s(self, now_s: float) -> float:
-        """When to come back: after what the first in line has waited, within one second and the bound."""
+        """When to come back: after what the first to come has waited, within one second and the bound."""
         oldest = next(iter(self._waiters.values()), None)
         waited = now_s - oldest.since_s if oldest else 0.0
         return min(max(waited, 1.0), self._max_retry_after_s)
 
+    def ahead_of(self, request: SessionRequest) -> int:
+        """About how many would be served before a newcomer: all of lower ranks, and of its own as clients share it.
+
+        Raises UnknownClass when its class does not exist.
+        """
+        rank = self._classes.resolve(request.priority).rank
+        before = (queue for queue in self._queues.values() if queue.priority.rank <= rank)
+        return sum(
+            len(queue.line) if queue.priority.rank < rank else queue.line.ahead_of(request.client) for queue in before
+        )
+
+    def queued(self) -> dict[str, int]:
+        """How many wait, by class."""
+        return {name: len(queue.line) for name, queue in self._queues.items()}
+
+    def _seat(self, request: SessionRequest, queue: _Class, now_s: float, output_tokens: float) -> None:
+        if not queue.line:
+            queue.turns = max(queue.turns, self._turns)
+        self._arrived += 1
+        target_s = now_s + min(queue.priority.ttft_s or self._timeout_s, self._timeout_s)
+        tokens = request.prompt_tokens + output_tokens
+        waiter = Waiter(request, queue.priority, self._arrived, now_s, target_s, tokens)
+        self._waiters[request.session_id] = waiter
+        queue.line.join(waiter)
+
+    def _in_order(self) -> Iterator[Waiter]:
+        """Whom to try, and in which order. Nobody may come or go meanwhile."""
+        waiting = [queue for queue in self._queues.values() if queue.line]
+        if self._due is None and waiting and self._by_rank >= TURNS_BY_RANK:
+            self._due = next(min(waiting, key=lambda queue: queue.after_next).line.in_order())
+        if self._due is not None:
+            yield self._due
+        for queue in sorted(waiting, key=lambda queue: (queue.priority.rank, queue.after_next)):
+            depth = -(-OVERTAKING_DEPTH // len(waiting))
+            yield from (waiter for waiter in islice(queue.line.in_order(), depth) if waiter is not self._due)
+
+    def _call(self, waiter: Waiter, served: bool) -> None:
+        if served:
+            queue = self._queues[waiter.priority.name]
+            queue.turns = queue.after_next
+            self._turns = max(self._turns, queue.turns)
+            self._by_rank = 0 if waiter is self._due else self._by_rank + 1
+        self._take_out(waiter, served)
+
+    def _take_out(self, waiter: Waiter, served: bool = False) -> None:
+        del self._waiters[waiter.request.session_id]
+        self._queues[waiter.priority.name].line.leave(waiter, served)
+        if waiter is self._due:
+            self._due = None
+
+    def _least_below(self, priority: PriorityClass) -> Waiter | None:
+        """The newest waiter of the highest rank over that of `priority`, except the one that is due."""
+        below = [queue.line for queue in self._queues.values() if queue.priority.rank > priority.rank]
+        newest = (next((waiter for waiter in line.newest() if waiter is not self._due), None) for line in below)
+        waiters = [waiter for waiter in newest if waiter is not None]
+        return max(waiters, key=lambda waiter: (waiter.priority.rank, waiter.number), default=None)
+
+    def _displace(self, waiter: Waiter, by: PriorityClass, now_s: float) -> Called:
+        retry_after_s = self.retry_after_s(now_s)
+        self._take_out(waiter)
+        reason = f"the queue is full, and class {by.name} goes before class {waiter.priority.name}"
+        return Called(waiter.request, Reject(reason, retry_after_s, code="displaced"))
+
+    def _full(self, reason: str, now_s: float) -> Reject:
+        return Reject(reason, self.retry_after_s(now_s), code="queue_full")
+
     def _deadline_s(self, waiter: Waiter) -> float:
         return waiter.since_s + self._timeout_s
 
-    def _is_patient(self, waiter: Waiter, now_s: float) -> bool:
-        return now_s - waiter.since_s > self._timeout_s / 2
+
+def _is_patient(waiter: Waiter, now_s: float) -> bool:
+    return now_s - waiter.since_s > (waiter.target_s - waiter.since_s) / 2

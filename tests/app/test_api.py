@@ -402,7 +402,9 @@ def test_every_session_error_is_in_the_table() -> None:
     ("error", "status", "code", "retry_after"),
     [
         (errors.NeverFits("x"), 400, "context_length_exceeded", None),
+        (errors.UnknownClass("x"), 400, "unknown_class", None),
         (errors.Overloaded("x", 2.1), 429, "overloaded", "3"),
+        (errors.Overloaded("x", 0.2, "predicted_ttft"), 429, "predicted_ttft", "1"),
         (errors.Unavailable("x"), 503, "no_replica_available", "5"),
         (errors.ReplicaLost("x"), 503, "replica_lost", "1"),
         (errors.HandoffFailed("x"), 503, "handoff_failed", "1"),

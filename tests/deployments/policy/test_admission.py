@@ -1,17 +1,13 @@
-"""The waiting room: bounded, first come first served, no one starves."""
+"""The waiting room: bounded, by class and fairly among clients, no one starves."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
-from deployments.fleet import FleetView, ReplicaView
-from deployments.messages import Admit, Decision, Mode, Reject, ReplicaInfo, Role, SessionRequest
-from deployments.policy.admission import OVERTAKING_DEPTH, WaitingRoom
-from deployments.policy.placement import PlacementSettings, place
-
-PLACE = partial(place, settings=PlacementSettings())
+from deployments.fleet_view import FleetView, ReplicaView, View
+from deployments.messages import Admit, Decision, Mode, Placement, Queue, Reject, ReplicaInfo, Role, SessionRequest
+from deployments.policy.admission import OVERTAKING_DEPTH, TURNS_BY_RANK, Called, Entered, WaitingRoom
+from deployments.policy.classes import PriorityClass, PriorityClasses
 
 
 def decode(replica_id: str, total: int, free: int) -> ReplicaView:
@@ -23,27 +19,40 @@ def fleet_of(*ready: ReplicaView) -> FleetView:
     return FleetView(ready, tuple(view.info for view in ready))
 
 
+def place(request: SessionRequest, view: View) -> Decision:
+    """The first replica that holds the tokens; a block is one."""
+    assert isinstance(view, FleetView)
+    tokens = request.prompt_tokens + request.max_tokens
+    if all(tokens > info.total_blocks for info in view.known):
+        return Reject("it fits nowhere")
+    for replica in view.ready:
+        if tokens <= replica.free_blocks:
+            placement = Placement(request.session_id, 1, Mode.DECODE_LOCAL, "", replica.info, None, tokens, 60.0, 600.0)
+            return Admit(placement)
+    return Queue("no blocks")
+
+
 def ask(session_id: str, tokens: int) -> SessionRequest:
     return SessionRequest(session_id, tokens - 1, 1, (Mode.DECODE_LOCAL,))
 
 
-def room_of(*requests: SessionRequest, max_requests: int = 100) -> WaitingRoom:
-    room = WaitingRoom(max_requests, timeout_s=30.0, max_retry_after_s=20.0)
+def room_of(*requests: SessionRequest, max_requests: int = 100, classes: PriorityClasses | None = None) -> WaitingRoom:
+    room = WaitingRoom(max_requests, timeout_s=30.0, max_retry_after_s=20.0, classes=classes)
     for request in requests:
-        assert room.enter(request, 0.0) == len(room)
+        assert room.enter(request, 0.0) == Entered()
     return room
 
 
 def called(room: WaitingRoom, view: FleetView, now_s: float) -> tuple[str, Decision] | None:
-    found = room.next_ready(view, PLACE, now_s)
+    found = room.next_ready(view, place, now_s)
     return (found.request.session_id, found.decision) if found else None
 
 
 def test_the_room_is_bounded_and_says_when_to_come_back() -> None:
     room = room_of(ask("a", 10), ask("b", 10), max_requests=2)
-    assert room.enter(ask("c", 10), 0.0) == Reject("2 requests are waiting already", 1.0)
-    assert room.enter(ask("c", 10), 12.0) == Reject("2 requests are waiting already", 12.0)
-    assert room.enter(ask("c", 10), 29.0) == Reject("2 requests are waiting already", 20.0)
+    for now_s, retry_after_s in ((0.0, 1.0), (12.0, 12.0), (29.0, 20.0)):
+        refused = Reject("2 requests are waiting already", retry_after_s, code="queue_full")
+        assert room.enter(ask("c", 10), now_s) == refused
     assert "c" not in room
 
 
@@ -105,8 +114,184 @@ def test_only_so_many_are_tried_in_one_pass() -> None:
 def test_those_who_waited_too_long_are_taken_out() -> None:
     room = room_of(ask("a", 10))
     room.enter(ask("b", 10), 10.0)
-    assert room.deadline_s("b") == 40.0
+    assert (room.deadline_s("b"), room.next_deadline_s()) == (40.0, 30.0)
+    assert (room.waited_s("b", 12.0), room.waited_s("c", 12.0)) == (2.0, 0.0)
     assert room.expired(29.9) == ()
     assert [request.session_id for request in room.expired(30.0)] == ["a"]
     assert room.expired(30.0) == ()
-    assert len(room) == 1
+    assert (len(room), room.next_deadline_s()) == (1, 40.0)
+
+
+# ---- classes
+
+CHAT = PriorityClass("chat", rank=0, ttft_s=4.0)
+BATCH = PriorityClass("batch", rank=1)
+IDLE = PriorityClass("idle", rank=2, max_queued=2)
+CLASSES = PriorityClasses([BATCH, CHAT, IDLE], default="batch")
+
+
+def of_class(name: str, session_id: str, tokens: int = 10, client: str = "") -> SessionRequest:
+    return SessionRequest(session_id, tokens - 1, 1, (Mode.DECODE_LOCAL,), priority=name, client=client)
+
+
+def everything(request: SessionRequest, view: View) -> Decision:
+    """Capacity for whoever comes next."""
+    return place(request, fleet_of(decode("d0", 1000, 1000)))
+
+
+def served(room: WaitingRoom, count: int | None = None) -> list[SessionRequest]:
+    """Those who leave the room when there is capacity for one after another."""
+    found = []
+    while len(found) != count and (called := room.next_ready(FleetView(), everything, 1.0)):
+        assert isinstance(called.decision, Admit)
+        found.append(called.request)
+    return found
+
+
+def test_a_lower_rank_goes_first_and_the_others_get_every_fourth_turn() -> None:
+    room = room_of(*(of_class(name, f"{name}-{n}") for n in range(6) for name in ("batch", "chat")), classes=CLASSES)
+    assert room.queued() == {"batch": 6, "chat": 6, "idle": 0}
+    names = [request.priority for request in served(room)]
+    assert names == [*["chat"] * 3, "batch", *["chat"] * 3, *["batch"] * 5]
+
+
+def test_classes_of_one_rank_share_by_weight() -> None:
+    classes = PriorityClasses([PriorityClass("a", weight=3.0), PriorityClass("b", weight=1.0)], default="a")
+    room = room_of(*(of_class(name, f"{name}-{n}") for n in range(40) for name in ("a", "b")), classes=classes)
+    names = [request.priority for request in served(room, 40)]
+    assert names.count("a") == 30
+
+
+def test_a_class_that_was_away_has_saved_up_nothing() -> None:
+    room = room_of(*(of_class("chat", f"c{n}") for n in range(60)), classes=CLASSES)
+    served(room, 20)
+    for n in range(20):
+        room.enter(of_class("batch", f"b{n}"), 1.0)
+    names = [request.priority for request in served(room, 20)]
+    assert names.count("batch") == 5
+
+
+def test_the_one_that_is_due_waits_for_its_turn_and_keeps_what_it_claims() -> None:
+    room = room_of(of_class("batch", "large", 80), *(of_class("chat", f"c{n}") for n in range(20)), classes=CLASSES)
+    for n in range(TURNS_BY_RANK):
+        found = called(room, fleet_of(decode("d0", 100, 50)), float(n))
+        assert found is not None
+        assert found[0] == f"c{n}"
+    # Due, and patient: it claims d0, however often others are served elsewhere.
+    for n in range(8):
+        view = fleet_of(decode("d0", 100, 50 + n), decode("d1", 20, 10))
+        found = called(room, view, 15.1)
+        assert found is not None
+        assert isinstance(found[1], Admit)
+        assert found[1].placement.owner.replica_id == "d1"
+    assert called(room, fleet_of(decode("d0", 100, 79)), 15.1) is None
+    found = called(room, fleet_of(decode("d0", 100, 80)), 15.1)
+    assert found is not None
+    assert found[0] == "large"
+
+
+def test_a_class_with_an_objective_is_patient_after_half_of_it() -> None:
+    room = room_of(of_class("chat", "large", 80), of_class("chat", "small"), classes=CLASSES)
+    assert called(room, fleet_of(decode("d0", 100, 50)), 2.1) is None
+    found = called(room, fleet_of(decode("d0", 100, 50)), 2.0)
+    assert found is not None
+    assert found[0] == "small"
+
+
+def test_many_who_cannot_be_placed_do_not_hide_another_class() -> None:
+    room = room_of(*(of_class("chat", f"c{n}", 80) for n in range(70)), of_class("idle", "small"), classes=CLASSES)
+    found = called(room, fleet_of(decode("d0", 100, 50)), 1.0)
+    assert found is not None
+    assert found[0] == "small"
+
+
+def test_a_refused_one_takes_no_turn() -> None:
+    huge = [of_class("chat", f"huge-{n}", 800) for n in range(9)]
+    room = room_of(*huge, of_class("batch", "b"), of_class("chat", "c", 20), classes=CLASSES)
+    view = fleet_of(decode("d0", 100, 90))
+    answers = [called(room, view, 1.0) for _ in range(11)]
+    assert [answer[0] for answer in answers if answer] == [*(f"huge-{n}" for n in range(9)), "c", "b"]
+
+
+def test_a_class_may_have_its_own_bound() -> None:
+    room = room_of(of_class("idle", "a"), of_class("idle", "b"), classes=CLASSES)
+    refused = room.enter(of_class("idle", "c"), 0.0)
+    assert refused == Reject("2 requests of class idle are waiting already", 1.0, code="queue_full")
+    assert room.enter(of_class("batch", "c"), 0.0) == Entered()
+
+
+def test_in_a_full_room_the_newest_of_the_last_class_gives_way() -> None:
+    room = room_of(
+        *(of_class("idle", name) for name in ("i0", "i1")), of_class("batch", "b0"), max_requests=3, classes=CLASSES
+    )
+    entered = room.enter(of_class("chat", "c0"), 3.0)
+    refusal = Reject("the queue is full, and class chat goes before class idle", 3.0, code="displaced")
+    assert entered == Entered(Called(of_class("idle", "i1"), refusal))
+    assert ("i1" in room, len(room)) == (False, 3)
+    refused = room.enter(of_class("idle", "i2"), 3.0)
+    assert isinstance(refused, Reject)
+    assert refused.code == "queue_full"
+    entered = room.enter(of_class("batch", "b1"), 3.0)
+    assert isinstance(entered, Entered)
+    assert entered.displaced is not None
+    assert entered.displaced.request.session_id == "i0"
+    assert isinstance(room.enter(of_class("batch", "b2"), 3.0), Reject)
+    assert [request.session_id for request in served(room)] == ["c0", "b0", "b1"]
+
+
+def test_the_one_that_is_due_does_not_give_way() -> None:
+    chats = [of_class("chat", f"c{n}") for n in range(4)]
+    room = room_of(*chats, of_class("batch", "b"), max_requests=5, classes=CLASSES)
+    served(room, TURNS_BY_RANK)
+    assert room.next_ready(FleetView(), lambda request, view: Queue("full"), 1.0) is None
+    for n in range(3):
+        assert room.enter(of_class("chat", f"later-{n}"), 1.0) == Entered()
+    assert isinstance(room.enter(of_class("chat", "last"), 1.0), Reject)
+    assert [request.session_id for request in served(room, 1)] == ["b"]
+
+
+# ---- clients
+
+
+def test_clients_take_turns_by_tokens() -> None:
+    hungry = [of_class("", f"h{n}", 30, "hungry") for n in range(4)]
+    modest = [of_class("", f"m{n}", 10, "modest") for n in range(4)]
+    room = room_of(*hungry, *modest)
+    assert [request.session_id for request in served(room)] == ["m0", "m1", "h0", "m2", "m3", "h1", "h2", "h3"]
+
+
+def test_the_expected_answer_counts_not_the_longest() -> None:
+    room = room_of()
+    for client, expected in (("wordy", 500.0), ("brief", 5.0)):
+        for n in range(2):
+            room.enter(SessionRequest(f"{client}-{n}", 10, 1000, client=client), 0.0, expected)
+    order = [room.next_ready(FleetView(), lambda request, view: Reject("no"), 0.0) for _ in range(4)]
+    assert [called.request.client for called in order if called] == ["brief", "brief", "wordy", "wordy"]
+
+
+def test_a_client_that_was_away_has_saved_up_nothing() -> None:
+    room = room_of(*(of_class("", f"h{n}", 10, "here") for n in range(20)))
+    served(room, 10)
+    for n in range(10):
+        room.enter(of_class("", f"r{n}", 10, "returned"), 1.0)
+    assert [request.client for request in served(room, 10)].count("returned") == 5
+
+
+def test_those_who_give_up_leave_no_debt() -> None:
+    room = room_of(*(of_class("", f"a{n}", 10, "a") for n in range(9)))
+    for n in range(8):
+        room.leave(f"a{n}")
+    room.enter(of_class("", "b0", 11, "b"), 0.0)
+    assert [request.session_id for request in served(room)] == ["a8", "b0"]
+
+
+def test_how_many_are_ahead() -> None:
+    room = room_of(*(of_class("chat", f"c{n}") for n in range(5)), classes=CLASSES)
+    for client, count in (("heavy", 9), ("light", 1)):
+        for n in range(count):
+            room.enter(of_class("batch", f"{client}-{n}", client=client), 0.0)
+    assert room.ahead_of(of_class("chat", "x")) == 5
+    assert room.ahead_of(of_class("batch", "x", client="heavy")) == 5 + 10
+    assert room.ahead_of(of_class("batch", "x", client="light")) == 5 + 1 + 2
+    assert room.ahead_of(of_class("batch", "x", client="new")) == 5 + 2
+    assert room.ahead_of(of_class("idle", "x")) == 15

@@ -1,0 +1,54 @@
+"""Priority classes: what each promises, and which one a request is in. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from configs.schema import DEFAULT_CLASS, PlacementConfig
+from deployments.errors import UnknownClass
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityClass:
+    """One class. `ttft_s`, `tpot_s`: its objectives; none: no promise. A lower `rank` goes first.
+
+    `weight`: its share of the turns that no rank takes from it. `max_queued`: the most that wait; none: no limit of
+    its own.
+    """
+
+    name: str
+    rank: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    weight: float = 1.0
+    max_queued: int | None = None
+
+
+class PriorityClasses:
+    """The classes of a configuration, by name; without any, one class that promises nothing."""
+
+    def __init__(self, classes: Iterable[PriorityClass] = (), default: str = DEFAULT_CLASS) -> None:
+        self._by_name = {each.name: each for each in classes} or {default: PriorityClass(default)}
+        self._default = self._by_name[default]
+
+    @classmethod
+    def of(cls, placement: PlacementConfig) -> PriorityClasses:
+        """As configured."""
+        classes = (
+            PriorityClass(name, each.rank, each.ttft_s, each.tpot_s, each.weight, each.max_queued)
+            for name, each in placement.classes.items()
+        )
+        return cls(classes, placement.default_class)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a request may ask for."""
+        return tuple(self._by_name)
+
+    def resolve(self, name: str) -> PriorityClass:
+        """The class of a request that asks for `name`, "" for the default one. Raises UnknownClass."""
+        found = self._by_name.get(name) if name else self._default
+        if found is None:
+            raise UnknownClass(f"priority class {name!r} is none of {', '.join(self._by_name)}")
+        return found

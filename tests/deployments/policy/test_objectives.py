@@ -1,0 +1,97 @@
+"""Early refusal: a prediction over an objective is refused with its numbers, or waits where waiting helps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.messages import Forecast, Queue, Reject
+from deployments.policy.classes import PriorityClass
+from deployments.policy.objectives import verdict
+
+CHAT = PriorityClass("interactive", ttft_s=2.0, tpot_s=0.05)
+LATE = Forecast(queue_s=3.0, prefill_s=1.0, transfer_s=0.05, ttft_s=4.1, tpot_s=0.02, output_tokens=100, trusted=True)
+SLOW = Forecast(ttft_s=0.5, tpot_s=0.08, output_tokens=100, trusted=True)
+times_s = st.floats(0.0, 100.0)
+
+
+def test_what_meets_its_class_goes_ahead() -> None:
+    assert verdict(replace(LATE, ttft_s=2.0), CHAT, 0.0) is None
+    assert verdict(replace(SLOW, tpot_s=0.05), CHAT, 0.0) is None
+
+
+def test_a_class_without_objectives_refuses_nothing() -> None:
+    assert verdict(replace(LATE, tpot_s=9.0), PriorityClass("batch"), 1e6) is None
+
+
+def test_a_predictor_that_has_not_learnt_refuses_nothing() -> None:
+    assert verdict(replace(LATE, trusted=False), CHAT, 100.0) is None
+
+
+def test_a_first_token_that_would_be_late_is_refused_with_numbers() -> None:
+    assert verdict(LATE, CHAT, 0.0) == Reject(
+        "predicted TTFT 4.1 s over the 2.0 s of class interactive "
+        "(waited 0 ms, queue 3.0 s, prefill 1.0 s, transfer 50 ms)",
+        pytest.approx(2.1),
+        code="predicted_ttft",
+    )
+
+
+def test_what_was_waited_counts() -> None:
+    forecast = replace(LATE, ttft_s=1.0, queue_s=0.0)
+    assert verdict(forecast, CHAT, 1.0) is None
+    refused = verdict(forecast, CHAT, 1.1)
+    assert isinstance(refused, Reject)
+    assert "predicted TTFT 2.1 s over the 2.0 s" in refused.reason
+
+
+def test_tokens_that_would_come_too_slowly_are_refused_with_numbers() -> None:
+    assert verdict(SLOW, CHAT, 0.0) == Reject(
+        "predicted TPOT 80 ms over the 50 ms of class interactive", pytest.approx(8.0), code="predicted_tpot"
+    )
+
+
+def test_it_waits_where_the_load_falls_in_time() -> None:
+    # Without the queue it takes 1.1 s, so 0.9 s are left to wait.
+    assert isinstance(verdict(LATE, CHAT, 0.0, relief_s=0.8), Queue)
+    assert isinstance(verdict(LATE, CHAT, 0.0, relief_s=1.0), Reject)
+    assert isinstance(verdict(LATE, CHAT, 0.5, relief_s=0.8), Reject)
+    assert isinstance(verdict(SLOW, CHAT, 0.0, relief_s=1.4), Queue)
+    assert isinstance(verdict(SLOW, CHAT, 0.0, relief_s=1.6), Reject)
+
+
+def test_a_class_that_promises_only_its_pace_may_wait_long_for_it() -> None:
+    steady = PriorityClass("steady", tpot_s=0.05)
+    assert isinstance(verdict(SLOW, steady, 20.0, relief_s=1000.0), Queue)
+    assert isinstance(verdict(SLOW, steady, 20.0), Reject)
+
+
+def test_slack_shifts_the_objectives_and_is_named() -> None:
+    assert verdict(LATE, CHAT, 0.0, slack=2.1) is None
+    refused = verdict(replace(LATE, ttft_s=1.2), CHAT, 0.0, slack=0.5)
+    assert isinstance(refused, Reject)
+    assert "predicted TTFT 1.2 s over 0.5 times the 2.0 s of" in refused.reason
+
+
+def test_what_no_load_would_let_through_is_sent_away_for_the_longest() -> None:
+    refused = verdict(replace(LATE, queue_s=0.0), CHAT, 0.0, max_retry_after_s=25.0)
+    assert isinstance(refused, Reject)
+    assert refused.retry_after_s == 25.0
+
+
+@given(queue=times_s, prefill=times_s, tpot=times_s, waited=times_s, relief=st.none() | times_s)
+def test_an_answer_follows_from_the_numbers(
+    queue: float, prefill: float, tpot: float, waited: float, relief: float | None
+) -> None:
+    forecast = Forecast(queue, prefill, ttft_s=queue + prefill, tpot_s=tpot, output_tokens=10, trusted=True)
+    found = verdict(forecast, CHAT, waited, relief_s=relief, max_retry_after_s=30.0)
+    assert (found is None) == (waited + queue + prefill <= 2.0 and tpot <= 0.05)
+    if isinstance(found, Reject):
+        assert found.retry_after_s is not None
+        assert 1.0 <= found.retry_after_s <= 30.0
+    if isinstance(found, Queue):
+        assert relief is not None
+        assert waited + relief + prefill <= 2.0 + 1e-9

@@ -30,6 +30,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.ChannelConfig: "`channel`",
     schema.PacingConfig: "`channel.pacing`",
     schema.ClassConfig: "each entry of `placement.classes`",
+    schema.WeightsConfig: "`placement.weights`",
     schema.PlacementConfig: "`placement`",
     schema.IngressConfig: "`ingress`",
 }

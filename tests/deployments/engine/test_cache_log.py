@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engine.cache_log import CacheLog
@@ -39,6 +39,7 @@ operations = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(operations)
 def test_a_receiver_has_what_the_log_has(todo: list[tuple[str, set[int]]]) -> None:
     log, cached, received, sequence = CacheLog(), set[int](), set[int](), 0

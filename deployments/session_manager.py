@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from configs.schema import BatonConfig
@@ -116,7 +117,7 @@ class SessionManager:
         return {"ready": all(pool["ready"] for pool in pools.values()), "pools": pools}
 
     async def status(self) -> dict[str, Any]:
-        """Everything there is to know: what `ready` says, sessions, promises, the queue, numbers per replica.
+        """Everything there is to know: what `ready` says, sessions, promises, the queue, predictions, replicas.
 
         Counts start when the manager does.
         """
@@ -127,6 +128,7 @@ class SessionManager:
             "sessions": {"open": len(promises), "queued": len(self._allocator.room), "closed": dict(self._outcomes)},
             "modes": dict(self._modes),
             "rejects": dict(self._rejects),
+            "predictions": self._allocator.predictions(),
             "promises": [_promise(promise, now_s) for promise in promises],
             "replicas": {name: _numbers(each) for name, each in self._allocator.fleet.snapshots().items()},
         }
@@ -222,5 +224,7 @@ def _promise(promise: Promise, now_s: float) -> dict[str, Any]:
         "reserved_blocks": placement.reserved_blocks,
         "prompt_tokens": promise.prompt_tokens,
         "prefilling": promise.prefilling,
+        "cached_tokens": placement.cached_tokens,
+        "forecast": asdict(placement.forecast),
         "age_s": round(now_s - promise.at_s, 3),
     }

@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from configs.schema import BatonConfig
 from deployments.fleet import Fleet, Promise
@@ -227,6 +228,17 @@ class Allocator:
                 self._sessions.pop(promise.placement.session_id, None)
         self.index.sweep(now_s)
         return tuple(promise for promise in expired if not promise.released)
+
+    def predictions(self) -> dict[str, Any]:
+        """What was learned and how good it is, for the status.
+
+        `{"steps": {pool: {name_s: seconds, "seen", "trusted"}}, "lengths": {coverage and error}, "index_blocks"}`
+        """
+        steps = {
+            pool: model.coefficients._asdict() | {"seen": model.count, "trusted": model.count >= TRUSTED_STEPS}
+            for pool, model in self.models.items()
+        }
+        return {"steps": steps, "lengths": self.lengths.calibration(), "index_blocks": len(self.index)}
 
     # ---- decisions
 

@@ -141,7 +141,7 @@ def everything(request: SessionRequest, view: View) -> Decision:
 
 def served(room: WaitingRoom, count: int | None = None) -> list[SessionRequest]:
     """Those who leave the room when there is capacity for one after another."""
-    found = []
+    found: list[SessionRequest] = []
     while len(found) != count and (called := room.next_ready(FleetView(), everything, 1.0)):
         assert isinstance(called.decision, Admit)
         found.append(called.request)

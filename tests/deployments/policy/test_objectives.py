@@ -32,12 +32,14 @@ def test_a_predictor_that_has_not_learnt_refuses_nothing() -> None:
 
 
 def test_a_first_token_that_would_be_late_is_refused_with_numbers() -> None:
-    assert verdict(LATE, CHAT, 0.0) == Reject(
+    refused = verdict(LATE, CHAT, 0.0)
+    assert isinstance(refused, Reject)
+    assert refused.reason == (
         "predicted TTFT 4.1 s over the 2.0 s of class interactive "
-        "(waited 0 ms, queue 3.0 s, prefill 1.0 s, transfer 50 ms)",
-        pytest.approx(2.1),
-        code="predicted_ttft",
+        "(waited 0 ms, queue 3.0 s, prefill 1.0 s, transfer 50 ms)"
     )
+    assert refused.code == "predicted_ttft"
+    assert refused.retry_after_s == pytest.approx(2.1)
 
 
 def test_what_was_waited_counts() -> None:
@@ -49,9 +51,11 @@ def test_what_was_waited_counts() -> None:
 
 
 def test_tokens_that_would_come_too_slowly_are_refused_with_numbers() -> None:
-    assert verdict(SLOW, CHAT, 0.0) == Reject(
-        "predicted TPOT 80 ms over the 50 ms of class interactive", pytest.approx(8.0), code="predicted_tpot"
-    )
+    refused = verdict(SLOW, CHAT, 0.0)
+    assert isinstance(refused, Reject)
+    assert refused.reason == "predicted TPOT 80 ms over the 50 ms of class interactive"
+    assert refused.code == "predicted_tpot"
+    assert refused.retry_after_s == pytest.approx(8.0), "a hundred tokens later"
 
 
 def test_it_waits_where_the_load_falls_in_time() -> None:

@@ -245,8 +245,8 @@ class Queue:
 class Reject:
     """Not at all (`retry_after_s` is None: the request can never be served here), or not soon.
 
-    `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft` or
-    `predicted_tpot`; "" for any other.
+    `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft`,
+    `predicted_tpot` or `unknown_class`; "" for any other.
     """
 
     reason: str

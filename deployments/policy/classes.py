@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from configs.schema import DEFAULT_CLASS, PlacementConfig
 from deployments.errors import UnknownClass
+from deployments.messages import Reject
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +53,11 @@ class PriorityClasses:
         if found is None:
             raise UnknownClass(f"priority class {name!r} is none of {', '.join(self._by_name)}")
         return found
+
+    def refusal(self, name: str) -> Reject | None:
+        """What a request that asks for `name` is told where there is no such class: exceptions do not cross actors."""
+        try:
+            self.resolve(name)
+        except UnknownClass as error:
+            return Reject(str(error), code="unknown_class")
+        return None

@@ -6,6 +6,7 @@ import pytest
 
 from configs.schema import ClassConfig, PlacementConfig
 from deployments.errors import UnknownClass
+from deployments.messages import Reject
 from deployments.policy.classes import PriorityClass, PriorityClasses
 
 TWO = PriorityClasses.of(
@@ -31,3 +32,5 @@ def test_classes_are_as_configured() -> None:
 def test_an_unknown_class_is_named_with_those_there_are() -> None:
     with pytest.raises(UnknownClass, match="priority class 'vip' is none of chat, batch"):
         TWO.resolve("vip")
+    assert TWO.refusal("vip") == Reject("priority class 'vip' is none of chat, batch", code="unknown_class")
+    assert TWO.refusal("chat") is TWO.refusal("") is None

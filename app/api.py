@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from app.caller import request_context
 from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer
 from app.exchange import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from configs.schema import IngressConfig
@@ -92,14 +93,14 @@ class Gateway:
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
             body = await _read_body(scope, receive, self._config.max_body_bytes)
+            if body is None:  # the client left while it was sending
+                return
+            context = request_context(request_id, scope, body)
         except RequestError as error:
             refusal = answer(error)
             _count(self.counters["errors"], str(refusal.status))
             await respond(send, refusal)
             return
-        if body is None:  # the client left while it was sending
-            return
-        context = RequestContext(request_id)
         exchange = Exchange(context, body, receive, send)
         token = current.set(context)
         try:

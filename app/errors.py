@@ -30,6 +30,10 @@ class BodyTimeout(RequestError):
     """The body did not arrive in time."""
 
 
+class HeaderTooLong(RequestError):
+    """A header that we read is too long to be what it should be."""
+
+
 class MethodNotAllowed(RequestError):
     """One of our own routes was called with another method than GET."""
 
@@ -56,6 +60,7 @@ TABLE: dict[type[Exception], Row] = {
     SessionError: Row(500, "server_error", "session_failed"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
     BodyTimeout: Row(408, "invalid_request_error", "body_timeout"),
+    HeaderTooLong: Row(400, "invalid_request_error", "header_too_long"),
     MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
 }
 _UNKNOWN = Row(500, "server_error", "internal_error")

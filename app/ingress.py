@@ -40,7 +40,8 @@ class Ingress:
 
         timeout_s = self._config.placement.session_timeout_s
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
-        core = ClusterCore(self._manager, self._pools, get_node_ip_address(), timeout_s, handoff)
+        block_size = self._config.prefill.engine.block_size  # the same in every pool
+        core = ClusterCore(self._manager, self._pools, get_node_ip_address(), timeout_s, block_size, handoff)
         self._llm, server = await build_server(self._config, checkpoint(self._config), core)
         # Serve's proxy answers with the request id itself.
         return Gateway(server, self._config.ingress, self._manager, echo_request_id=False, observe=self._count)

@@ -58,6 +58,7 @@ from deployments.session import (
     State,
 )
 from deployments.wire import OutputReceiver
+from transfer.blocks import chained_hashes
 
 logger = logging.getLogger("baton.core")
 
@@ -110,7 +111,8 @@ class _Open:
 class ClusterCore(EngineCoreClient):
     """Create it in a running event loop. `host`: the address replicas send outputs to.
 
-    `handoff`: how the engines of this application move a split session's KV cache.
+    `block_size`: tokens per KV block, the same in all pools. `handoff`: how the engines of this application move a
+    split session's KV cache.
     """
 
     engine_ranks_managed = (0,)
@@ -121,11 +123,12 @@ class ClusterCore(EngineCoreClient):
         pools: Mapping[str, Pool],
         host: str,
         session_timeout_s: float,
+        block_size: int,
         handoff: Handoff = Handoff.PUSHED,
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._manager, self._pools, self._session_timeout_s = manager, pools, session_timeout_s
-        self._handoff = handoff
+        self._block_size, self._handoff = block_size, handoff
         self._receiver = OutputReceiver(host)
         self._decoder, self._encoder = MsgpackDecoder(EngineCoreOutputs), MsgpackEncoder()
         self._open: dict[str, _Open] = {}
@@ -186,7 +189,7 @@ class ClusterCore(EngineCoreClient):
 
     async def _place(self, entry: _Open) -> Placement | None:
         """Ask the manager; None when the session was over before it answered. Raises SessionError."""
-        request = _session_request(entry.request, self._handoff)
+        request = _session_request(entry.request, entry.context, self._handoff, self._block_size)
         opening = asyncio.ensure_future(self._manager.open(request))
         over = asyncio.ensure_future(entry.over.wait())
         try:
@@ -397,13 +400,35 @@ def _refusal(reject: Reject) -> SessionError:
     return Overloaded(reject.reason, reject.retry_after_s)
 
 
-def _session_request(request: EngineCoreRequest, handoff: Handoff) -> SessionRequest:
+def _session_request(
+    request: EngineCoreRequest, context: RequestContext | None, handoff: Handoff, block_size: int
+) -> SessionRequest:
     params = request.sampling_params
     assert params is not None
     assert params.max_tokens is not None
     allowed, rule = split_rule(traits(request), handoff)
-    prompt_tokens = len(request.prompt_token_ids or ())
-    return SessionRequest(request.request_id, prompt_tokens, params.max_tokens, allowed, rule)
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    return SessionRequest(
+        request.request_id,
+        len(request.prompt_token_ids or ()),
+        params.max_tokens,
+        allowed,
+        rule,
+        hashes=_hashes(request, block_size, adapter),
+        priority=context.priority if context else "",
+        client=context.client if context else "",
+        affinity=context.affinity if context else "",
+        adapter=adapter,
+        chat=context.chat if context else False,
+    )
+
+
+def _hashes(request: EngineCoreRequest, block_size: int, adapter: str) -> tuple[int, ...]:
+    """The prompt's blocks as replicas name theirs; none where KV depends on more than tokens and the adapter."""
+    tokens = request.prompt_token_ids or []
+    if len(tokens) < block_size or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+        return ()
+    return chained_hashes(tokens, block_size, salt=adapter)
 
 
 def traits(request: EngineCoreRequest) -> RequestTraits:
@@ -445,7 +470,8 @@ def _part(
     part, params = copy.copy(request), copy.copy(request.sampling_params)
     if transfer is not None:
         params = _split(params, role, handoff)
-    told = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+    # A client's `kv_cache_report_mode` would have the engine tell of blocks as cached that it has told of before.
+    told = {**(params.extra_args or {}), "kv_transfer_params": transfer, "kv_cache_report_mode": None}
     params.extra_args = {name: value for name, value in told.items() if value is not None} or None
     part.sampling_params = params
     return part

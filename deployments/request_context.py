@@ -15,9 +15,16 @@ from deployments.messages import Mode
 
 @dataclass
 class RequestContext:
-    """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts."""
+    """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts.
+
+    `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`.
+    """
 
     request_id: str
+    priority: str = ""
+    client: str = ""
+    affinity: str = ""
+    chat: bool = False
     modes: set[Mode] = field(default_factory=set)
     rules: set[str] = field(default_factory=set)
     error: SessionError | None = None

@@ -198,6 +198,23 @@ async def test_a_bad_request_id_is_replaced(given: str | bytes) -> None:
     assert toy.headers[b"x-request-id"] == fresh.encode()
 
 
+async def test_the_context_says_who_asks_and_a_long_header_is_refused() -> None:
+    seen: list[RequestContext] = []
+
+    async def note(context: RequestContext, receive: Receive) -> None:
+        seen.append(context)
+
+    toy = Toy(start(), body(b"{}"), act=note)
+    headers = {"x-session-id": "s", "x-baton-class": "batch", "authorization": "Bearer k"}
+    await post(toy, headers=headers, content=b'{"user": "anna"}')
+    (context,) = seen
+    assert (context.affinity, context.priority, context.chat) == ("s", "batch", False)
+    assert context.client.startswith("key ")
+    refused = await post(toy, headers={"x-session-id": "s" * 257})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "header_too_long")
+    assert toy.calls == 1
+
+
 async def test_the_start_waits_for_content() -> None:
     seen: list[Message] = []
     contexts: list[RequestContext] = []

@@ -192,7 +192,8 @@ class InProcess:
         self.replicas: dict[str, Replica] = {}
         self.pools = {pool: Pool(self.replicas) for pool in config.pools}
         handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
-        self.core = ClusterCore(self.manager, self.pools, "127.0.0.1", config.placement.session_timeout_s, handoff)
+        timeout_s, block_size = config.placement.session_timeout_s, config.prefill.engine.block_size
+        self.core = ClusterCore(self.manager, self.pools, "127.0.0.1", timeout_s, block_size, handoff)
         self.answers: dict[str, Answer] = {}
         self._reader = asyncio.create_task(self._read())
 

@@ -109,7 +109,7 @@ class Cluster:
         self.manager = Manager()
         self.prefill, self.decode = Replica(P), Replica(D)
         pools = {"prefill": self.prefill, "decode": self.decode}
-        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, Handoff.PULLED)
+        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, 4, Handoff.PULLED)
         self.context = RequestContext("r")
 
     async def ask(self, **sampling: Any) -> None:

@@ -31,6 +31,7 @@ from deployments.errors import (
     SessionError,
     SessionTimeout,
     Unavailable,
+    UnknownClass,
 )
 from deployments.messages import (
     Admit,
@@ -395,9 +396,11 @@ def _internal(error: Exception) -> SessionError:
 def _refusal(reject: Reject) -> SessionError:
     if reject.unavailable:
         return Unavailable(reject.reason)
+    if reject.code == "unknown_class":
+        return UnknownClass(reject.reason)
     if reject.retry_after_s is None:
         return NeverFits(reject.reason)
-    return Overloaded(reject.reason, reject.retry_after_s)
+    return Overloaded(reject.reason, reject.retry_after_s, reject.code)
 
 
 def _session_request(

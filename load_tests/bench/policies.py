@@ -1,0 +1,190 @@
+"""How placement policies compare under load, in the simulator: the real policy code over simulated replicas.
+
+`make bench NAME=policies`, or with `ARGS="--replicas 64 --traces azure --loads 0.8,1,2 --policies joint,round_robin"`;
+`--quick` for a look within half a minute. Progress goes to stderr; the last line of stdout is one JSON object.
+
+**What runs.** Every trace at every load on fleets of every size (`load_tests/simulator/profiles.py`: prefill on H100,
+decode on H100 and H200, and where the numbers are from), once per policy; every policy without admission, `joint` with
+it as well. Loads are parts of an estimate of the fleet's capacity; what that is, and the objectives, is at the top of
+`load_tests/simulator/experiment.py`. The same seed, arrivals and fleet for all. Then `joint` again at the knee with
+eight ingresses, each with its own promises, none with those of the others, and snapshots that are 100 ms old.
+
+**What is measured.** `runs`: a row each, over the requests that arrive after the first fifth of the time. `offered`,
+`goodput`: requests per second, all and those within both objectives. `ttft_*`, `tpot_*`: of the served ones.
+`hit_rate`: prompt blocks found in the cache of whoever prefilled, of all. `preemptions`: of the whole run. `refused`:
+requests not served, for whatever reason (`refusals`). `summary`, for each trace and fleet: the knee is the first load
+at which even the best of the other policies serves less than 95% of what is offered within the objectives;
+`goodput_ratio` is `joint` with admission over each policy there. `overload`: goodput at twice the load at which it is
+highest, over the highest. `ingress8`: goodput at the knee over that with one ingress and fresh snapshots.
+
+**What to keep in mind.** Times of a trace are compressed to reach a rate, which brings the turns of a conversation
+closer together than they were. A large fleet is simulated for less time: `simulated_s`. The traces' answers are not
+cached, only their prompts. No replica fails and nobody cancels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from typing import Any, get_args
+
+from configs.schema import PlacementConfig
+from load_tests.machine import conditions
+from load_tests.simulator.experiment import CHAT, LONG_CHAT, MADE, Experiment, load_trace, perform
+from load_tests.simulator.traces import TraceError
+from load_tests.simulator.verdict import OURS, TWOFOLD, compare, knee, peak_load
+
+POLICIES: tuple[str, ...] = get_args(PlacementConfig.model_fields["policy"].annotation)
+REPLICAS = (64, 1000)
+TRACES = ("mooncake", "azure")
+LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 2.0)
+LARGE_LOADS = (0.8, 1.0, 1.2, 2.0)
+LARGE = 256  # replicas, from which on fewer loads are tried, and more requests are sent
+REQUESTS, LARGE_REQUESTS = 4000, 15_000
+QUICK_REPLICAS, QUICK_LOADS, QUICK_REQUESTS = (16,), (0.7, 1.2, 2.0), 300
+INGRESSES, OLD_S = 8, 0.1
+
+
+def experiments(options: argparse.Namespace) -> list[Experiment]:
+    """Every run of the sweep, the large ones first: the last to end are then short ones."""
+    made = []
+    for replicas, trace in itertools.product(sorted(options.replicas, reverse=True), options.traces):
+        is_large = replicas >= LARGE
+        requests = options.requests or (LARGE_REQUESTS if is_large else REQUESTS)
+        for load in options.loads or (LARGE_LOADS if is_large else LOADS):
+            for policy in options.policies:
+                for admission in (True, False) if policy == OURS else (False,):
+                    made.append(Experiment(trace, replicas, load, policy, admission, requests, seed=options.seed))
+    return made
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The whole benchmark. Raises TraceError when a trace cannot be read."""
+    before = conditions()
+    for name in options.traces:
+        load_trace(name, 1 << 20)
+    with ProcessPoolExecutor(options.processes) as processes:
+        rows = _perform(processes, experiments(options))
+        rows += _perform(processes, _overloads(options, rows))
+        late = _perform(processes, _with_ingresses(options, rows))
+    summary = {}
+    for replicas, trace in itertools.product(options.replicas, options.traces):
+        mine = _of(rows, trace, replicas)
+        summary[f"{trace}-{replicas}"] = compare(mine) | _ingress8(mine, _of(late, trace, replicas))
+    settings = {
+        "processes": options.processes,
+        "seed": options.seed,
+        "objectives": {"mooncake": _objectives(LONG_CHAT), "others": _objectives(CHAT)},
+    }
+    return {"runs": rows + late, "summary": summary, "conditions": before | settings}
+
+
+def _perform(processes: ProcessPoolExecutor, wanted: Sequence[Experiment]) -> list[dict[str, Any]]:
+    """Rows in the order of the experiments; told of as they come."""
+    futures = {processes.submit(perform, experiment): index for index, experiment in enumerate(wanted)}
+    rows: dict[int, dict[str, Any]] = {}
+    for future in as_completed(futures):
+        row = rows[futures[future]] = future.result()
+        say(
+            f"{len(rows):4}/{len(wanted)}  {row['trace']:13} {row['replicas']:5} replicas  load {row['load']:4}  "
+            f"{row['policy']:20} {'admission' if row['admission'] else '':9}  {row['ingresses']} ingress  "
+            f"goodput {row['goodput']:8} of {row['offered']:8}/s  ttft p99 {row['ttft_p99_s']:7} s  "
+            f"tpot p99 {row['tpot_p99_s']:8} s  hits {row['hit_rate']:6}  refused {row['refused']:5}  {row['cpu_s']} s"
+        )
+    return [rows[index] for index in range(len(wanted))]
+
+
+def _overloads(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Experiment]:
+    """`joint` at twice the load of its highest goodput, with admission and without, where that was not run."""
+    made = {}
+    for one in experiments(options):
+        peak = peak_load(_of(rows, one.trace, one.replicas))
+        if one.policy == OURS and peak is not None:
+            double = replace(one, load=TWOFOLD * peak)
+            made[double] = not any(_is_of(row, double) for row in rows)
+    return [one for one, is_new in made.items() if is_new]
+
+
+def _is_of(row: dict[str, Any], one: Experiment) -> bool:
+    return all(row[name] == getattr(one, name) for name in ("trace", "replicas", "load", "policy", "admission"))
+
+
+def _with_ingresses(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Experiment]:
+    """`joint` at each knee, with many ingresses that see old snapshots."""
+    made = []
+    for one in experiments(options):
+        is_ours = one.policy == OURS and one.admission
+        if is_ours and one.load == knee(_of(rows, one.trace, one.replicas)):
+            made.append(replace(one, ingresses=INGRESSES, snapshot_delay_s=OLD_S))
+    return made
+
+
+def _of(rows: Sequence[dict[str, Any]], trace: str, replicas: int) -> list[dict[str, Any]]:
+    return [row for row in rows if row["trace"] == trace and row["replicas"] == replicas]
+
+
+def _ingress8(rows: Sequence[dict[str, Any]], late: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if not late:
+        return {"ingress8": None}
+    many = late[0]
+    one = next(r for r in rows if r["policy"] == OURS and r["admission"] and r["load"] == many["load"])
+    ratio = round(many["goodput"] / one["goodput"], 4) if one["goodput"] else None
+    return {"ingress8": {"goodput": many["goodput"], "ratio": ratio, "preemptions": many["preemptions"]}}
+
+
+def _objectives(objectives: Any) -> dict[str, float]:
+    return {"ttft_s": objectives.ttft_s, "tpot_s": objectives.tpot_s}
+
+
+def say(text: str) -> None:
+    """Progress, for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="load_tests.bench.policies", description="placement policies, simulated")
+    parser.add_argument("--quick", action="store_true", help="a small fleet, few loads and requests")
+    parser.add_argument("--replicas", type=_integers, help="fleet sizes, by comma; default: 64,1000")
+    parser.add_argument("--traces", type=_names, default=TRACES, help=f"files' beginnings, or {', '.join(MADE)}")
+    parser.add_argument("--policies", type=_names, default=POLICIES, help="by comma; default: all")
+    parser.add_argument("--loads", type=_numbers, help="in parts of the estimated capacity, by comma")
+    parser.add_argument("--requests", type=int, help="requests of each run")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if wrong := set(options.policies) - set(POLICIES):
+        parser.error(f"no policy {sorted(wrong)}; there are {', '.join(POLICIES)}")
+    options.replicas = options.replicas or (QUICK_REPLICAS if options.quick else REPLICAS)
+    if options.quick:
+        options.loads = options.loads or QUICK_LOADS
+        options.requests = options.requests or QUICK_REQUESTS
+    return options
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(number) for number in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+if __name__ == "__main__":
+    begun = time.monotonic()
+    try:
+        result = run(parse(None))
+    except TraceError as error:
+        sys.exit(str(error))
+    result["conditions"]["run_s"] = round(time.monotonic() - begun)
+    print(json.dumps(result), flush=True)

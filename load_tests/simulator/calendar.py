@@ -1,0 +1,30 @@
+"""Simulated time: what happens when."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+Act = Callable[[Any], None]
+
+
+class Calendar:
+    """Acts in the order of their times; at equal times, of their entry. `now_s`: of the act under way."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.acts = 0
+        self._entries: list[tuple[float, int, Act, Any]] = []
+        self._serial = count()
+
+    def at(self, at_s: float, act: Act, argument: Any) -> None:
+        """Have `act(argument)` called at a time that has not passed."""
+        heapq.heappush(self._entries, (at_s, next(self._serial), act, argument))
+
+    def step(self) -> None:
+        """The next act. Raises IndexError when there is none."""
+        self.now_s, _, act, argument = heapq.heappop(self._entries)
+        self.acts += 1
+        act(argument)

@@ -1,0 +1,124 @@
+"""A fleet made ready: its configuration as an operator would write it, and its replicas."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from configs.schema import BatonConfig
+from deployments.messages import ReplicaInfo, Role
+from load_tests.simulator.links import Nic
+from load_tests.simulator.metrics import Objectives
+from load_tests.simulator.profiles import Cluster, Pool
+from load_tests.simulator.replica import Replica
+from load_tests.simulator.reporting import Reporter
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a fleet is run. `ingresses`: independent allocators, each with its own promises.
+
+    `snapshot_interval_s`: a replica with news reports so often at most, `quiet_s` is for one without.
+    `snapshot_delay_s`: until a snapshot is known.
+    """
+
+    policy: str = "joint"
+    admission: bool = True
+    overcommit: float = 1.0
+    ingresses: int = 1
+    snapshot_interval_s: float = 0.1
+    snapshot_delay_s: float = 0.0
+    quiet_s: float = 0.5
+    queue_timeout_s: float = 30.0
+    max_queued_requests: int = 1024
+    seed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A replica with its ports and its reports. `scheduled_s`: the boundary that is in the calendar."""
+
+    replica: Replica
+    reporter: Reporter
+    kv_bytes_per_token: float
+    layers: int
+    out: Nic
+    into: Nic
+    scheduled_s: float = -1.0
+
+
+def configuration(cluster: Cluster, block_tokens: int, objectives: Objectives, options: Options) -> BatonConfig:
+    """The application that would run this fleet, with one priority class that has the objectives."""
+    return BatonConfig.model_validate(
+        {
+            "model": {"max_model_len": cluster.max_model_len},
+            "prefill": _pool(cluster.prefill, block_tokens),
+            "decode": {pool.name: _pool(pool, block_tokens) for pool in cluster.decode},
+            "channel": {"kind": "in_process", "link_bytes_per_s": cluster.prefill.profile.nic_bytes_per_s},
+            "placement": {
+                "policy": options.policy,
+                "admission": options.admission,
+                "overcommit": options.overcommit,
+                "queue_timeout_s": options.queue_timeout_s,
+                "max_queued_requests": options.max_queued_requests,
+                "snapshot_interval_s": options.snapshot_interval_s,
+                "classes": {"default": {"ttft_s": objectives.ttft_s, "tpot_s": objectives.tpot_s}},
+            },
+        }
+    )
+
+
+def _pool(pool: Pool, block_tokens: int) -> dict[str, object]:
+    steps = pool.profile.steps
+    return {
+        "replicas": pool.replicas,
+        "device": pool.profile.device,
+        "engine": {
+            "kind": "mock",
+            "block_size": block_tokens,
+            "num_blocks": pool.blocks(block_tokens),
+            "max_num_seqs": pool.limits.sequences,
+            "max_num_batched_tokens": pool.limits.batched_tokens,
+            "num_layers": pool.profile.layers,
+            "prefill_tokens_per_s": 1.0 / steps.prefill_token_s,
+            "step_s": steps.base_s,
+        },
+    }
+
+
+def nodes(cluster: Cluster, block_tokens: int, rng: random.Random) -> dict[str, Node]:
+    """Every replica by its id, each a little faster or slower than its kind."""
+    made = {}
+    for pool in cluster.pools:
+        deployment = pool.name if pool.role is Role.PREFILL else f"decode-{pool.name}"
+        for number in range(pool.replicas):
+            info = _info(f"{deployment}-{number:04}", deployment, pool, cluster.max_model_len, block_tokens)
+            speed = rng.lognormvariate(0.0, cluster.replica_sigma) if cluster.replica_sigma else 1.0
+            replica = Replica(info, pool.profile.steps, pool.limits, random.Random(rng.random()), speed)
+            profile = pool.profile
+            made[info.replica_id] = Node(
+                replica,
+                Reporter(replica),
+                profile.kv_bytes_per_token,
+                profile.layers,
+                Nic(profile.nic_bytes_per_s),
+                Nic(profile.nic_bytes_per_s),
+            )
+    return made
+
+
+def _info(replica_id: str, deployment: str, pool: Pool, max_model_len: int, block_tokens: int) -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id=replica_id,
+        pool=deployment,
+        role=pool.role,
+        node_id=replica_id,
+        fingerprint="simulated",
+        block_size=block_tokens,
+        total_blocks=pool.blocks(block_tokens),
+        max_sessions=pool.limits.sequences,
+        max_model_len=max_model_len,
+        chunk_tokens=pool.limits.batched_tokens,
+        kv_bytes_per_token=int(pool.profile.kv_bytes_per_token),
+        prior=tuple(pool.profile.guess),
+    )

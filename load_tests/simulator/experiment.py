@@ -1,0 +1,124 @@
+"""One simulated run of a policy under a load, from a description that another process can be sent.
+
+**Objectives.** Mooncake's conversation: first token within 10 s, then 0.05 s a token. 99% of its prompts (up to 85,000
+tokens) take at most 7 s alone on a simulated H100, and no policy can save the longest 0.5%. Azure's conversation: 1 s
+(99% of its prompts take at most 0.15 s alone) and 0.05 s; the made traces as Azure's. 0.05 s are 20 tokens a second,
+several times as fast as people read, and twice what a full H100 needs for a step of decode alone.
+
+**Load.** 1.0 is an estimate of what the fleet can do without any cache hit, prefill and decode each kept busy all the
+time: `capacity`. Where a policy stops keeping up is measured, not estimated.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import BatonConfig
+from deployments.policy.allocator import Allocator
+from load_tests.simulator import synthetic, traces
+from load_tests.simulator.cluster import Options
+from load_tests.simulator.metrics import Objectives, summarise
+from load_tests.simulator.profiles import Cluster, Pool, heterogeneous
+from load_tests.simulator.simulation import Simulation
+from load_tests.simulator.traces import Trace
+
+CHAT = Objectives(ttft_s=1.0, tpot_s=0.05)
+LONG_CHAT = Objectives(ttft_s=10.0, tpot_s=0.05)
+MADE: dict[str, Callable[[float, int, int], Trace]] = {
+    "poisson": synthetic.poisson,
+    "burst": synthetic.burst,
+    "conversations": synthetic.conversations,
+}
+MADE_RATE, MADE_REQUESTS = 10.0, 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """`load`: in parts of the estimated capacity. `requests`: how many are sent. The rest is as in `Options`."""
+
+    trace: str
+    replicas: int
+    load: float
+    policy: str
+    admission: bool
+    requests: int
+    ingresses: int = 1
+    snapshot_delay_s: float = 0.0
+    seed: int = 1
+
+    @property
+    def options(self) -> Options:
+        return Options(
+            policy=self.policy,
+            admission=self.admission,
+            ingresses=self.ingresses,
+            snapshot_delay_s=self.snapshot_delay_s,
+            seed=self.seed,
+        )
+
+
+def objectives(trace: str) -> Objectives:
+    """What a trace's requests are promised."""
+    return LONG_CHAT if trace.startswith("mooncake") else CHAT
+
+
+@functools.lru_cache(maxsize=4)
+def load_trace(name: str, max_model_len: int) -> Trace:
+    """A trace by the beginning of its file's name, or a made one by its own. Raises TraceError."""
+    trace = MADE[name](MADE_RATE, MADE_REQUESTS, 1) if name in MADE else traces.find(name)
+    return trace.fitting(max_model_len)
+
+
+def perform(experiment: Experiment) -> dict[str, Any]:
+    """Simulate it: one row of figures."""
+    begun_s = time.process_time()
+    cluster = heterogeneous(experiment.replicas)
+    trace = load_trace(experiment.trace, cluster.max_model_len)
+    rate = experiment.load * capacity(cluster, trace)
+    goals = objectives(experiment.trace)
+    scaled = trace.scaled(rate, experiment.requests)
+    result = Simulation(cluster, scaled, goals, experiment.options, make_allocator).run()
+    return {
+        "trace": experiment.trace,
+        "replicas": experiment.replicas,
+        "load": experiment.load,
+        "rate": round(rate, 2),
+        "policy": experiment.policy,
+        "admission": experiment.admission,
+        "ingresses": experiment.ingresses,
+        **summarise(result.records, goals),
+        "preemptions": result.preemptions,
+        "simulated_s": round(result.simulated_s, 1),
+        "cpu_s": round(time.process_time() - begun_s, 1),
+    }
+
+
+def make_allocator(config: BatonConfig, rng: random.Random) -> Allocator:
+    """The production allocator."""
+    return Allocator(config, rng)
+
+
+def capacity(cluster: Cluster, trace: Trace) -> float:
+    """Requests per second that prefill and decode could both do, by means and without cache hits."""
+    pool = cluster.prefill
+    prompts = [request.prompt_tokens for request in trace.requests]
+    prefill_s = sum(pool.profile.steps.prefill_s(tokens, 0, pool.limits.batched_tokens) for tokens in prompts)
+    prefill_s /= len(prompts)
+    decode = sum(pool.replicas * _decoded_per_s(pool, trace, prefill_s) for pool in cluster.decode)
+    return min(pool.replicas / prefill_s, decode)
+
+
+def _decoded_per_s(pool: Pool, trace: Trace, prefill_s: float) -> float:
+    """Answers per second of one decode replica whose memory is all promised; it is also held while they prefill."""
+    number = len(trace.requests)
+    promised = sum(request.prompt_tokens + request.max_tokens for request in trace.requests) / number
+    output = sum(request.output_tokens for request in trace.requests) / number
+    context = sum(request.prompt_tokens + request.output_tokens / 2 for request in trace.requests) / number
+    sequences = min(pool.limits.sequences, pool.blocks(trace.block_tokens) * trace.block_tokens / promised)
+    step_s = pool.profile.steps.step_s(0, 0, sequences, sequences * context)
+    return sequences / (output * step_s + prefill_s)

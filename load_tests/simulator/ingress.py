@@ -1,0 +1,115 @@
+"""An ingress and its allocator, called as the session manager calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from deployments.messages import Admit, Reject, ReplicaSnapshot, SessionRequest
+from load_tests.simulator.calendar import Calendar
+from load_tests.simulator.cluster import Node, Options
+
+GROUPS = 10
+"""Replicas do not report all at once: a tenth of them at each tenth of the interval."""
+TIMER_S = 1e-6
+"""A timer fires this much after its deadline, so that the deadline has passed."""
+
+
+class Allocating(Protocol):
+    """What the session manager and the simulator ask of an allocator."""
+
+    def open(self, request: SessionRequest, now_s: float) -> Admit | Reject | None: ...
+    def answers(self, now_s: float) -> Sequence[tuple[str, Admit | Reject]]: ...
+    def next_deadline_s(self) -> float | None: ...
+    def prefill_done(self, session_id: str, epoch: int, now_s: float) -> object: ...
+    def close(
+        self, session_id: str, epoch: int, outcome: str, now_s: float, output_tokens: int | None = None
+    ) -> object: ...
+    def report(self, snapshot: ReplicaSnapshot, now_s: float) -> object: ...
+    def sweep(self, now_s: float) -> object: ...
+
+
+class Ingress:
+    """Opens sessions; `answered` is told what became of each. Whoever waits is looked at after every event."""
+
+    def __init__(
+        self, allocator: Allocating, calendar: Calendar, answered: Callable[[str, Admit | Reject], None]
+    ) -> None:
+        self.allocator = allocator
+        self._calendar, self._answered = calendar, answered
+        self._waiting = 0
+        self._deadline_s = float("inf")
+
+    def open(self, request: SessionRequest) -> None:
+        answer = self.allocator.open(request, self._calendar.now_s)
+        if answer is None:
+            self._waiting += 1
+        else:
+            self._answered(request.session_id, answer)
+        self._poll()
+
+    def prefill_done(self, session_id: str, epoch: int) -> None:
+        self.allocator.prefill_done(session_id, epoch, self._calendar.now_s)
+        self._poll()
+
+    def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int) -> None:
+        self.allocator.close(session_id, epoch, outcome, self._calendar.now_s, output_tokens=output_tokens)
+        self._poll()
+
+    def report(self, snapshots: Iterable[ReplicaSnapshot]) -> None:
+        for snapshot in snapshots:
+            self.allocator.report(snapshot, self._calendar.now_s)
+        self.allocator.sweep(self._calendar.now_s)
+        self._poll()
+
+    def _poll(self) -> None:
+        """Hand out answers to those who wait, and come back when the next of them is late."""
+        if not self._waiting:
+            return
+        now_s = self._calendar.now_s
+        for session_id, answer in self.allocator.answers(now_s):
+            self._waiting -= 1
+            self._answered(session_id, answer)
+        deadline_s = self.allocator.next_deadline_s()
+        if deadline_s is not None and deadline_s < self._deadline_s:
+            self._deadline_s = max(deadline_s, now_s)
+            self._calendar.at(self._deadline_s + TIMER_S, self._late, self._deadline_s)
+
+    def _late(self, deadline_s: float) -> None:
+        if self._deadline_s <= deadline_s:
+            self._deadline_s = float("inf")
+        self._poll()
+
+
+class Reports:
+    """Has every replica report, as often as it has news at most, and tells the ingresses after the delay."""
+
+    def __init__(
+        self, nodes: Sequence[Node], ingresses: Sequence[Ingress], calendar: Calendar, options: Options
+    ) -> None:
+        self._groups = [nodes[group::GROUPS] for group in range(GROUPS)]
+        self._ingresses, self._calendar, self._options = ingresses, calendar, options
+
+    def begin(self, at_s: float) -> None:
+        """All report once, known at once; then in their turns from `at_s` on."""
+        self._deliver([node.reporter.snapshot(0.0) for group in self._groups for node in group])
+        for number, group in enumerate(self._groups):
+            self._calendar.at(at_s + number / GROUPS * self._options.snapshot_interval_s, self._tick, group)
+
+    def _tick(self, group: Sequence[Node]) -> None:
+        now_s, options = self._calendar.now_s, self._options
+        self._calendar.at(now_s + options.snapshot_interval_s, self._tick, group)
+        reporters = [node.reporter for node in group]
+        snapshots = [
+            reporter.snapshot(now_s)
+            for reporter in reporters
+            if reporter.changed or now_s - reporter.reported_s >= options.quiet_s
+        ]
+        if snapshots and options.snapshot_delay_s:
+            self._calendar.at(now_s + options.snapshot_delay_s, self._deliver, snapshots)
+        elif snapshots:
+            self._deliver(snapshots)
+
+    def _deliver(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        for ingress in self._ingresses:
+            ingress.report(snapshots)

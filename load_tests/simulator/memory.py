@@ -1,0 +1,126 @@
+"""A replica's KV memory: blocks in use, and a prefix cache of those that nobody uses, evicted oldest first.
+
+Only the blocks of a prompt have hashes. What an answer adds is memory, and never found again: a trace does not say
+what the next turn will quote.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from load_tests.simulator.work import Work
+
+
+class BlockMemory:
+    """`total` blocks of `block_tokens` tokens. A hashed block counts once, however many sequences hold it.
+
+    `used`: blocks that some sequence holds. `idle`: those that only the cache holds; they give way to new ones.
+    """
+
+    def __init__(self, total: int, block_tokens: int) -> None:
+        self.total = total
+        self.block_tokens = block_tokens
+        self.used = 0
+        self._holders: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # a plain dict finds its oldest slowly
+        self._stored: set[int] = set()
+        self._removed: set[int] = set()
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def hits(self, hashes: Sequence[int], most: int) -> int:
+        """Leading blocks that are here, at most `most`."""
+        count = 0
+        for block in hashes[:most]:
+            if block not in self._holders and block not in self._idle:
+                break
+            count += 1
+        return count
+
+    def allocate(self, work: Work, tokens: int, reserve: int = 0) -> bool:
+        """Blocks for the first `tokens` tokens of a sequence that holds none, cached ones first. False: no room.
+
+        At least one token is left to compute, as in vLLM. `reserve`: blocks that must stay free.
+        """
+        found = self.hits(work.hashes, (tokens - 1) // self.block_tokens)
+        hashes = work.hashes[:found]
+        fresh = self.blocks_for(tokens) - found
+        woken = sum(block in self._idle for block in hashes)
+        if self.used + fresh + woken + reserve > self.total:
+            return False
+        for block in hashes:
+            self._hold(block)
+        work.held = found
+        work.cached_tokens = found * self.block_tokens
+        self.grow(fresh)
+        return True
+
+    def grow(self, blocks: int) -> None:
+        """So many blocks more are in use; the caller has made sure that there is room."""
+        self.used += blocks
+        beyond = self.used + len(self._idle) - self.total
+        if beyond > 0:
+            evicted = [self._idle.popitem(last=False)[0] for _ in range(beyond)]
+            _note(evicted, self._removed, self._stored)
+
+    def commit(self, work: Work, tokens: int) -> None:
+        """The KV of a sequence's first `tokens` tokens is computed: its full blocks can be found from now on.
+
+        A block that somebody else computed meanwhile stays this one's own, and unnamed from here on.
+        """
+        full = min(tokens // self.block_tokens, len(work.hashes))
+        if not work.is_sharing or work.held >= full:
+            return
+        begin = work.held
+        for block in work.hashes[begin:full]:
+            if block in self._holders or block in self._idle:
+                work.is_sharing = False
+                break
+            self._holders[block] = 1
+            work.held += 1
+        _note(work.hashes[begin : work.held], self._stored, self._removed)
+
+    def release(self, work: Work, blocks: int) -> None:
+        """A sequence that has `blocks` blocks gives them up; the end of its prompt is to be evicted first."""
+        self.used -= blocks - work.held
+        for block in reversed(work.hashes[: work.held]):
+            holders = self._holders[block] - 1
+            if holders:
+                self._holders[block] = holders
+            else:
+                del self._holders[block]
+                self._idle[block] = None
+                self.used -= 1
+        work.held, work.is_sharing = 0, True
+
+    def changes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The hashes that came and went since the last call."""
+        stored, removed = tuple(self._stored), tuple(self._removed)
+        if stored or removed:
+            self._stored, self._removed = set(), set()
+        return stored, removed
+
+    def _hold(self, block: int) -> None:
+        if block in self._idle:
+            del self._idle[block]
+            self._holders[block] = 1
+            self.used += 1
+        else:
+            self._holders[block] += 1
+
+
+def _note(blocks: Sequence[int], news: set[int], opposite: set[int]) -> None:
+    """Blocks came or went. One that came and went between two reports is not worth telling."""
+    undone = opposite.intersection(blocks) if opposite else None
+    if undone:
+        opposite -= undone
+        news.update(block for block in blocks if block not in undone)
+    else:
+        news.update(blocks)

@@ -1,0 +1,78 @@
+"""What clients saw, in a few numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """A request is good when its first token came within `ttft_s`, and the others every `tpot_s` on average."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request. `refused`: why, else "". `pool`: of the replica that wrote its answer. Times in seconds."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    refused: str = ""
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    cached_blocks: int = 0
+    prompt_blocks: int = 0
+    pool: str = ""
+    mode: str = ""
+
+    def meets(self, objectives: Objectives) -> bool:
+        """Served, and within both objectives."""
+        return not self.refused and self.ttft_s <= objectives.ttft_s and self.tpot_s <= objectives.tpot_s
+
+
+def summarise(records: Sequence[Record], objectives: Objectives, warmup_share: float = 0.2) -> dict[str, Any]:
+    """Figures over the requests that arrived after the first `warmup_share` of the time; goodput is per second of it.
+
+    Percentiles are over the served ones, 0.0 where there are none.
+    """
+    if not records:
+        raise ValueError("no requests")
+    last_s = max(record.at_s for record in records)
+    begin_s = last_s * warmup_share
+    counted = [record for record in records if record.at_s >= begin_s]
+    served = [record for record in counted if not record.refused]
+    length_s = max(last_s - begin_s, 1e-9)
+    blocks = sum(record.prompt_blocks for record in served)
+    return {
+        "offered": _rounded(len(counted) / length_s),
+        "goodput": _rounded(sum(record.meets(objectives) for record in counted) / length_s),
+        **_percentiles("ttft", [record.ttft_s for record in served]),
+        **_percentiles("tpot", [record.tpot_s for record in served if record.output_tokens > 1]),
+        "hit_rate": _rounded(sum(record.cached_blocks for record in served) / blocks if blocks else 0.0),
+        "refused": len(counted) - len(served),
+        "counted": len(counted),
+        "pool_share": _shares([record.pool for record in served]),
+        "mode_share": _shares([record.mode for record in served]),
+        "refusals": dict(Counter(record.refused for record in counted if record.refused)),
+    }
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(values, (50, 99)) if values else (0.0, 0.0)
+    return {f"{name}_p50_s": _rounded(float(p50)), f"{name}_p99_s": _rounded(float(p99))}
+
+
+def _shares(values: Sequence[str]) -> dict[str, float]:
+    return {value: _rounded(number / len(values)) for value, number in sorted(Counter(values).items())}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

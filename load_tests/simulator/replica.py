@@ -1,0 +1,231 @@
+"""One engine: continuous batching with a token budget, chunked prefill, paged memory, a prefix cache. Like vLLM's V1.
+
+While it only decodes, it goes from one change of its batch to the next in closed form (`Span`); a step that prefills
+is one event. What arrives meanwhile is looked at when the step under way ends, as an engine does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from deployments.messages import Finished, ReplicaInfo, StepSample
+from deployments.policy.latency import Coefficients
+from load_tests.simulator.decoding import DecodeBatch
+from load_tests.simulator.memory import BlockMemory
+from load_tests.simulator.span import Span
+from load_tests.simulator.steps import Chunk, Happened, Limits, Step
+from load_tests.simulator.work import Work
+
+FINISHED_KEPT = 256
+"""Parts that a snapshot names at most; a pool that ends more between two snapshots is not simulated here."""
+SAMPLES_KEPT = 4
+"""Step samples per snapshot at most: a span of equal steps gives one."""
+
+
+class Replica:
+    """`boundary_s`: when it next wants `boundary` to be called; None: when something arrives."""
+
+    def __init__(
+        self, info: ReplicaInfo, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float = 1.0
+    ) -> None:
+        self.info = info
+        self.memory = BlockMemory(info.total_blocks, info.block_size)
+        self.batch = DecodeBatch(info.block_size)
+        self.boundary_s: float | None = None
+        self.preemptions = 0
+        self.backlog_tokens = 0
+        self.sessions: dict[str, None] = {}
+        self.finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
+        self.finished_count = 0
+        self.samples: deque[StepSample] = deque(maxlen=SAMPLES_KEPT)
+        self.waiting: deque[Work] = deque()
+        self.prefilling: list[Work] = []
+        self._ready: deque[Work] = deque()
+        self._coefficients, self._limits, self._rng, self._speed = coefficients, limits, rng, speed
+        self._step: Step | None = None
+
+    @property
+    def seats_taken(self) -> int:
+        """Sequences that run: those that decode and those that prefill."""
+        return len(self.batch) + len(self.prefilling)
+
+    def submit(self, work: Work, now_s: float) -> None:
+        """A sequence to serve."""
+        self.sessions[work.session_id] = None
+        self.waiting.append(work)
+        if not work.loads:
+            self.backlog_tokens += work.target
+        self._interrupt(now_s)
+
+    def land(self, work: Work, now_s: float) -> None:
+        """The KV and the first token of an offered sequence are here."""
+        self.memory.commit(work, work.target)
+        work.generated = 1
+        if work.outputs == 1:
+            self._end(work)
+        else:
+            self._ready.append(work)
+        self._interrupt(now_s)
+
+    def release(self, work: Work, now_s: float) -> None:
+        """Nobody reads the blocks of an ended sequence that kept them any more."""
+        self.memory.release(work, self.memory.blocks_for(work.target))
+        self.sessions.pop(work.session_id, None)
+        if self.waiting:
+            self._interrupt(now_s)
+
+    def decoded_now(self, now_s: float) -> tuple[int, int]:
+        """Decode steps that are done and not in `batch` yet, and the blocks that they took."""
+        step = self._step
+        if step is None or step.chunks:
+            return 0, 0
+        steps = min(step.span.steps_ended((now_s - step.begun_s) / step.factor), step.steps)
+        return steps, self.batch.growth(steps)
+
+    def boundary(self, now_s: float) -> Happened:
+        """The step or span under way is over: take what it brought, and begin the next."""
+        happened = Happened()
+        if self._step is not None:
+            self._complete(self._step, happened)
+        while self._ready and self.seats_taken < self._limits.sequences:
+            self.batch.join(self._ready.popleft())
+        put_off = self._make_room() and self.seats_taken > 0
+        if not put_off:
+            self._admit(happened)
+        self._step = self._plan(now_s, 1 if put_off else self._limits.span_steps)
+        self.boundary_s = None
+        if self._step is not None:
+            self.boundary_s = now_s + self._step.factor * self._step.span.seconds(self._step.steps)
+        return happened
+
+    def _interrupt(self, now_s: float) -> None:
+        """Something is new: look at it when the decode step under way ends, or now when there is none."""
+        step = self._step
+        if step is None:
+            self.boundary_s = now_s
+        elif step.steps > 1:
+            elapsed_s = (now_s - step.begun_s) / step.factor
+            ended = step.span.steps_ended(elapsed_s)
+            step.steps = min(step.steps, max(1, ended if step.span.seconds(ended) == elapsed_s else ended + 1))
+            self.boundary_s = step.begun_s + step.factor * step.span.seconds(step.steps)
+
+    def _complete(self, step: Step, happened: Happened) -> None:
+        self._sample(step)
+        if len(self.batch):
+            self.memory.grow(self.batch.growth(step.steps))
+            for work in self.batch.advance(step.steps):
+                self._end(work)
+                happened.ended.append(work)
+        for work, tokens in step.chunks:
+            self._computed(work, tokens, step.begun_s, happened)
+
+    def _computed(self, work: Work, tokens: int, begun_s: float, happened: Happened) -> None:
+        """A chunk of a prompt is there; after the last one the sequence has a token more."""
+        begin = work.computed if work.is_offered else 0
+        work.is_offered = True  # its cached part goes out with the first chunk
+        work.computed += tokens
+        self.backlog_tokens -= tokens
+        self.memory.commit(work, work.computed)
+        if work.keeps:
+            happened.chunks.append(Chunk(work, begin, work.computed, begun_s))
+        if work.computed < work.target:
+            return
+        self.prefilling.remove(work)
+        work.generated += 1
+        happened.first.append(work)
+        if work.generated < work.outputs:
+            self.batch.join(work)
+            return
+        happened.ended.append(work)
+        if work.keeps:
+            self._log(work)
+        else:
+            self._end(work)
+
+    def _end(self, work: Work) -> None:
+        self.memory.release(work, self.memory.blocks_for(work.context))
+        self.sessions.pop(work.session_id, None)
+        self._log(work)
+
+    def _log(self, work: Work) -> None:
+        self.finished.append(Finished(work.session_id, work.epoch, work.outputs))
+        self.finished_count += 1
+
+    def _make_room(self) -> bool:
+        """The next decode step needs blocks: where they lack, the newest sequences start over. True: some did."""
+        preempted = False
+        while len(self.batch) and self.batch.growth(1) > self.memory.total - self.memory.used:
+            work = self.batch.drop_newest()
+            self.memory.release(work, self.memory.blocks_for(work.context))
+            work.target = work.prompt_tokens + work.generated
+            work.computed = 0
+            self.backlog_tokens += work.target
+            work.loads = False
+            self.waiting.appendleft(work)
+            self.preemptions += 1
+            preempted = True
+        return preempted
+
+    def _admit(self, happened: Happened) -> None:
+        """Take in who waits, in order, while seats, tokens and blocks last."""
+        reserve = self.batch.growth(1)
+        budget = self._limits.batched_tokens - len(self.batch)
+        budget -= sum(work.target - work.computed for work in self.prefilling)
+        while self.waiting:
+            work = self.waiting[0]
+            if not work.loads and (budget <= 0 or self.seats_taken >= self._limits.sequences):
+                return
+            if not self.memory.allocate(work, work.target, reserve):
+                return
+            self.waiting.popleft()
+            if work.loads:
+                work.is_offered = True
+                happened.offered.append(work)
+                continue
+            work.computed = work.cached_tokens
+            self.backlog_tokens -= work.cached_tokens
+            self.prefilling.append(work)
+            budget -= work.target - work.computed
+
+    def _plan(self, now_s: float, most_steps: int) -> Step | None:
+        if not self.seats_taken:
+            return None
+        chunks, context = self._chunks()
+        truth = self._coefficients
+        new = sum(tokens for _, tokens in chunks)
+        base_s = truth.step_s(new, context, len(self.batch), 0)
+        steps = 1
+        if not chunks:
+            steps = min(self.batch.steps_left(), most_steps)
+            steps = self.batch.steps_within(self.memory.total - self.memory.used, steps)
+        factor = self._speed
+        if self._limits.noise_sigma:
+            factor *= self._rng.lognormvariate(0.0, self._limits.noise_sigma)
+        span = Span(base_s, truth.context_s, len(self.batch), self.batch.context)
+        return Step(now_s, factor, span, steps, chunks, context)
+
+    def _chunks(self) -> tuple[list[tuple[Work, int]], int]:
+        """The prompt tokens of the next step, oldest sequences first, and the sum of the tokens before each."""
+        budget = self._limits.batched_tokens - len(self.batch)
+        chunks, context = [], 0
+        for work in self.prefilling:
+            tokens = min(budget, work.target - work.computed)
+            if tokens <= 0:
+                break
+            chunks.append((work, tokens))
+            context += tokens * work.computed + tokens * (tokens - 1) // 2
+            budget -= tokens
+        return chunks, context
+
+    def _sample(self, step: Step) -> None:
+        last = step.steps - 1
+        self.samples.append(
+            StepSample(
+                step.factor * step.span.step_s(last),
+                sum(tokens for _, tokens in step.chunks),
+                step.prefill_context,
+                len(self.batch),
+                self.batch.context + last * len(self.batch) if len(self.batch) else 0,
+            )
+        )

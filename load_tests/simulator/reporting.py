@@ -1,0 +1,53 @@
+"""What a simulated replica says of itself, in the messages of a real one."""
+
+from __future__ import annotations
+
+from deployments.messages import CacheChange, Phase, ReplicaSnapshot
+from load_tests.simulator.replica import Replica
+
+
+class Reporter:
+    """Makes a replica's snapshots. `changed`: it has news; `reported_s`: of the newest snapshot."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.changed = True
+        self.reported_s = 0.0
+        self._replica = replica
+        self._version = 0
+        self._changes = 0
+
+    def snapshot(self, now_s: float) -> ReplicaSnapshot:
+        """Its load now, and what happened since the last one."""
+        replica = self._replica
+        steps, growth = replica.decoded_now(now_s)
+        batch, memory = replica.batch, replica.memory
+        samples = tuple(replica.samples)
+        replica.samples.clear()
+        self._version += 1
+        self.changed, self.reported_s = False, now_s
+        return ReplicaSnapshot(
+            replica_id=replica.info.replica_id,
+            version=self._version,
+            phase=Phase.READY,
+            info=replica.info,
+            used_blocks=memory.used + growth,
+            running=replica.seats_taken,
+            waiting=len(replica.waiting),
+            backlog_tokens=replica.backlog_tokens,
+            sessions=tuple(replica.sessions),
+            pool=replica.info.pool,
+            running_tokens=batch.context + steps * len(batch),
+            cached_blocks=memory.idle,
+            finished=tuple(replica.finished),
+            finished_version=replica.finished_count,
+            steps=samples,
+            cache=self._cache(),
+        )
+
+    def _cache(self) -> CacheChange | None:
+        stored, removed = self._replica.memory.changes()
+        whole = self._changes == 0
+        if not (whole or stored or removed):
+            return None
+        self._changes += 1
+        return CacheChange(self._changes, stored, removed, whole)

@@ -1,0 +1,250 @@
+"""The event loop: clients, allocators, replicas and links on one calendar.
+
+The allocators are the production ones and are called as the session manager calls them: `open` on arrival, `answers`
+after every event that may have freed something and at the next deadline, `prefill_done` and `close` when a replica is
+that far. A session's life is ARCHITECTURE.md's: decode allocates its blocks and offers them, prefill computes and
+writes, the first token goes to the client at once, decode goes on when the KV has landed. Not simulated: failures,
+cancelled requests, timeouts of sessions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from configs.schema import BatonConfig
+from deployments.messages import Admit, Placement, Reject, SessionRequest
+from load_tests.simulator.calendar import Calendar
+from load_tests.simulator.cluster import Node, Options, configuration, nodes
+from load_tests.simulator.ingress import Allocating, Ingress, Reports
+from load_tests.simulator.links import landed_s
+from load_tests.simulator.metrics import Objectives, Record
+from load_tests.simulator.profiles import Cluster
+from load_tests.simulator.steps import Chunk
+from load_tests.simulator.traces import Trace, TraceRequest
+from load_tests.simulator.work import Work
+
+STUCK_S = 3600.0
+"""Nothing here takes so long after the last arrival, unless it hangs."""
+
+
+class SimulationError(Exception):
+    """The simulated cluster did something that no cluster may."""
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """A placed request: its part on the owner, and on the helper that prefills for it where it is split.
+
+    `first_s`: when its client had its first token. `landed_s`: when the KV sent so far is at the owner.
+    """
+
+    request: TraceRequest
+    ingress: Ingress
+    placement: Placement
+    owner: Node
+    answer: Work
+    helper: Node | None = None
+    prefill: Work | None = None
+    first_s: float = -1.0
+    landed_s: float = 0.0
+    cached_tokens: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.placement.session_id, self.placement.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One record per request, in the order of arrival, and what the replicas counted."""
+
+    records: tuple[Record, ...]
+    preemptions: int
+    blocks_in_use: int
+    simulated_s: float
+    events: int
+
+
+class Simulation:
+    """Plays a trace to a fleet, once."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        trace: Trace,
+        objectives: Objectives,
+        options: Options,
+        make_allocator: Callable[[BatonConfig, random.Random], Allocating],
+    ) -> None:
+        rng = random.Random(options.seed)
+        self.nodes = nodes(cluster, trace.block_tokens, rng)
+        config = configuration(cluster, trace.block_tokens, objectives, options)
+        self._calendar = Calendar()
+        self._ingresses = [
+            Ingress(make_allocator(config, random.Random(rng.random())), self._calendar, self._answered)
+            for _ in range(options.ingresses)
+        ]
+        self._reports = Reports(tuple(self.nodes.values()), self._ingresses, self._calendar, options)
+        self._trace, self._hop_s = trace, cluster.hop_s
+        self._begin_s = options.snapshot_delay_s + 1e-3
+        self._sessions: dict[str, _Session] = {}
+        self._records: dict[str, Record] = {}
+
+    def run(self) -> Result:
+        """Until every request is served or refused. Raises SimulationError when that does not come to an end."""
+        requests = self._trace.requests
+        self._reports.begin(self._begin_s)
+        self._calendar.at(self._begin_s + requests[0].at_s, self._arrive, 0)
+        last_s = requests[-1].at_s + STUCK_S
+        while len(self._records) < len(requests):
+            self._calendar.step()
+            if self._calendar.now_s > last_s:
+                raise SimulationError(f"{len(requests) - len(self._records)} requests neither served nor refused")
+        replicas = [node.replica for node in self.nodes.values()]
+        return Result(
+            tuple(self._records[str(index)] for index in range(len(requests))),
+            sum(replica.preemptions for replica in replicas),
+            sum(replica.memory.used for replica in replicas),
+            self._calendar.now_s,
+            self._calendar.acts,
+        )
+
+    # ---- clients and ingresses
+
+    def _arrive(self, index: int) -> None:
+        requests = self._trace.requests
+        if index + 1 < len(requests):
+            self._calendar.at(self._begin_s + requests[index + 1].at_s, self._arrive, index + 1)
+        self._ingress(index).open(_session_request(str(index), requests[index]))
+
+    def _ingress(self, index: int) -> Ingress:
+        return self._ingresses[index % len(self._ingresses)]
+
+    def _answered(self, session_id: str, answer: Admit | Reject) -> None:
+        request = self._trace.requests[int(session_id)]
+        if isinstance(answer, Admit):
+            session = self._placed(request, self._ingress(int(session_id)), answer.placement)
+            self._sessions[session_id] = session
+            self._calendar.at(self._calendar.now_s + self._hop_s, self._start, session)
+            return
+        why = answer.code or answer.reason
+        self._end(session_id, Record(request.at_s, request.prompt_tokens, request.output_tokens, refused=why))
+
+    def _placed(self, request: TraceRequest, ingress: Ingress, placement: Placement) -> _Session:
+        session_id, epoch, prompt = placement.session_id, placement.epoch, request.prompt_tokens
+        owner = self.nodes[placement.owner.replica_id]
+        if placement.decode is None or placement.prefill is None:
+            answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes)
+            return _Session(request, ingress, placement, owner, answer)
+        answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, loads=True)
+        prefill = Work(session_id, epoch, prompt, 1, request.hashes, keeps=True)
+        helper = self.nodes[placement.prefill.replica_id]
+        return _Session(request, ingress, placement, owner, answer, helper, prefill)
+
+    # ---- replicas
+
+    def _start(self, session: _Session) -> None:
+        session.owner.replica.submit(session.answer, self._calendar.now_s)
+        self._touched(session.owner)
+
+    def _touched(self, node: Node) -> None:
+        """Something was given to a replica: it has news, and perhaps an earlier boundary."""
+        node.reporter.changed = True
+        boundary_s = node.replica.boundary_s
+        if boundary_s is not None and boundary_s != node.scheduled_s:
+            node.scheduled_s = boundary_s
+            self._calendar.at(boundary_s, self._boundary, node)
+
+    def _boundary(self, node: Node) -> None:
+        now_s = self._calendar.now_s
+        if node.replica.boundary_s != now_s:
+            return  # it was moved to an earlier time
+        happened = node.replica.boundary(now_s)
+        node.scheduled_s = -1.0
+        self._touched(node)
+        for work in happened.offered:
+            self._offered(self._sessions[work.session_id])
+        for chunk in happened.chunks:
+            self._send(self._sessions[chunk.work.session_id], chunk)
+        for work in happened.first:
+            self._first_token(self._sessions[work.session_id], work)
+        for work in happened.ended:
+            session = self._sessions[work.session_id]
+            if work is session.answer:
+                self._served(session, now_s + self._hop_s)
+
+    def _offered(self, session: _Session) -> None:
+        """Decode has the blocks: prefill may begin."""
+        assert session.helper is not None
+        assert session.prefill is not None
+        session.helper.replica.submit(session.prefill, self._calendar.now_s)
+        self._touched(session.helper)
+
+    def _send(self, session: _Session, chunk: Chunk) -> None:
+        """A chunk's KV goes out, without what decode has in its cache."""
+        sender, receiver = session.helper, session.owner
+        assert sender is not None
+        tokens = max(chunk.end - max(chunk.begin, session.answer.cached_tokens), 0)
+        size = tokens * sender.kv_bytes_per_token
+        there_s = landed_s(chunk, self._calendar.now_s, size, sender.layers, sender.out, receiver.into)
+        session.landed_s = max(session.landed_s, there_s)
+
+    def _first_token(self, session: _Session, work: Work) -> None:
+        if session.first_s >= 0.0:
+            return  # computed again after a preemption
+        now_s = self._calendar.now_s
+        session.first_s = now_s + self._hop_s
+        session.cached_tokens = work.cached_tokens
+        session.ingress.prefill_done(*session.key)
+        if work is session.prefill:
+            self._calendar.at(max(session.landed_s, now_s), self._land, session)
+
+    def _land(self, session: _Session) -> None:
+        now_s = self._calendar.now_s
+        assert session.helper is not None
+        assert session.prefill is not None
+        session.helper.replica.release(session.prefill, now_s)
+        session.owner.replica.land(session.answer, now_s)
+        self._touched(session.helper)
+        self._touched(session.owner)
+        if session.answer.outputs == 1:
+            self._served(session, session.first_s)
+
+    # ---- ends
+
+    def _served(self, session: _Session, last_s: float) -> None:
+        request, block = session.request, self._trace.block_tokens
+        tokens = request.output_tokens
+        record = Record(
+            request.at_s,
+            request.prompt_tokens,
+            tokens,
+            ttft_s=session.first_s - self._begin_s - request.at_s,
+            tpot_s=(last_s - session.first_s) / (tokens - 1) if tokens > 1 else 0.0,
+            cached_blocks=session.cached_tokens // block,
+            prompt_blocks=len(request.hashes) or request.prompt_tokens // block,
+            pool=session.placement.owner.pool,
+            mode=session.placement.mode.value,
+        )
+        session_id, epoch = session.key
+        self._end(session_id, record)
+        del self._sessions[session_id]
+        session.ingress.close(session_id, epoch, "length" if tokens >= request.max_tokens else "stop", tokens)
+
+    def _end(self, session_id: str, record: Record) -> None:
+        if session_id in self._records:
+            raise SimulationError(f"session {session_id} ended twice")
+        self._records[session_id] = record
+
+
+def _session_request(session_id: str, request: TraceRequest) -> SessionRequest:
+    return SessionRequest(
+        session_id,
+        request.prompt_tokens,
+        request.max_tokens,
+        hashes=request.hashes,
+        client=request.client,
+        chat=True,
+    )

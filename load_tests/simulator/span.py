@@ -1,0 +1,49 @@
+"""Many decode steps of one unchanging batch at once: how long they take, and how far they are at a moment.
+
+Step k of a batch of S sequences that hold C tokens takes `base + per_token * (C + k * S)` seconds, so n steps take a
+quadratic in n, and n follows from a time by its root.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`base_s`: seconds of a step without its context. `context_s`: seconds per token of context.
+
+    `sequences`: each adds one token of context a step. `context`: tokens at the first step.
+    """
+
+    base_s: float
+    context_s: float
+    sequences: int
+    context: int
+
+    def seconds(self, steps: int) -> float:
+        """What the first `steps` steps take together."""
+        tokens = steps * self.context + self.sequences * (steps * (steps - 1) // 2)
+        return steps * self.base_s + self.context_s * tokens
+
+    def step_s(self, step: int) -> float:
+        """What step number `step` takes, counted from 0."""
+        return self.base_s + self.context_s * (self.context + step * self.sequences)
+
+    def steps_ended(self, elapsed_s: float) -> int:
+        """Steps that are complete after so many seconds."""
+        steps = self._root(elapsed_s)
+        while steps > 0 and self.seconds(steps) > elapsed_s:
+            steps -= 1
+        while self.seconds(steps + 1) <= elapsed_s:
+            steps += 1
+        return steps
+
+    def _root(self, elapsed_s: float) -> int:
+        """The number of steps by the quadratic formula: right but for rounding."""
+        square = self.context_s * self.sequences / 2
+        linear = self.base_s + self.context_s * self.context - square
+        if square <= 0.0:
+            return int(max(elapsed_s, 0.0) / linear)
+        return int((math.sqrt(linear * linear + 4 * square * max(elapsed_s, 0.0)) - linear) / (2 * square))

@@ -1,0 +1,160 @@
+"""Traces of requests: public formats read, made ones from a seed, and either scaled to a rate and a size.
+
+Two formats, told apart by a file's first line:
+
+- Mooncake (FAST '25): JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}`; an id names a
+  block of 512 tokens *and* what came before it, so ids are chained hashes.
+- Azure (LLM inference traces): CSV `TIMESTAMP,ContextTokens,GeneratedTokens`. No hashes: nothing is ever cached.
+
+What a client asks for is not in them. It is taken to be the answer's length, rounded up to a power of two, twice, at
+least 256 and at most 8192 tokens: a limit that is far off and knows the order of magnitude.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+MOONCAKE_BLOCK_TOKENS = 512
+AZURE_BLOCK_TOKENS = 128
+LEAST_MAX_TOKENS, MOST_MAX_TOKENS = 256, 8192
+HASH_BITS = 40
+"""Ids of a trace are below 2^40; the copy that a request belongs to is above them."""
+DEFAULT_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "traces"
+
+
+class TraceError(Exception):
+    """A trace is missing, or a line of it is not what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """`at_s`: arrival. `hashes`: of the prompt's full blocks, each for all up to it. `client`: whose it is."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hashes: tuple[int, ...] = ()
+    client: str = ""
+
+    @property
+    def max_tokens(self) -> int:
+        """What its client asks for."""
+        rounded = 1 << max(self.output_tokens - 1, 0).bit_length()
+        return max(self.output_tokens, min(max(2 * rounded, LEAST_MAX_TOKENS), MOST_MAX_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests by arrival, and the block size that their hashes are for."""
+
+    name: str
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    def scaled(self, requests_per_s: float, count: int) -> Trace:
+        """The first `count` requests at a mean rate, times compressed or stretched alike.
+
+        A trace that is too short is repeated; each repetition has hashes of its own. Compressed times bring the
+        turns of a conversation together: a cache sees them in the same order, and sooner.
+        """
+        if not self.requests:
+            raise TraceError(f"trace {self.name} has no requests")
+        first_s = self.requests[0].at_s
+        length_s = (self.requests[-1].at_s - first_s) * len(self.requests) / max(len(self.requests) - 1, 1)
+        factor = len(self.requests) / requests_per_s / length_s if length_s > 0 else 0.0
+        taken = []
+        for index in range(count):
+            copy, position = divmod(index, len(self.requests))
+            request = self.requests[position]
+            at_s = copy * len(self.requests) / requests_per_s + (request.at_s - first_s) * factor
+            hashes = tuple(block + (copy << HASH_BITS) for block in request.hashes) if copy else request.hashes
+            taken.append(replace(request, at_s=at_s, hashes=hashes))
+        return replace(self, requests=tuple(taken))
+
+    def fitting(self, max_model_len: int) -> Trace:
+        """Without the requests that no replica could serve."""
+        kept = tuple(r for r in self.requests if r.prompt_tokens + r.max_tokens <= max_model_len)
+        return replace(self, requests=kept)
+
+
+def mooncake(path: Path) -> Trace:
+    """A Mooncake trace. Raises TraceError, with the line, where one is malformed."""
+    return Trace(path.stem, MOONCAKE_BLOCK_TOKENS, tuple(_read(path, _mooncake_requests)))
+
+
+def azure(path: Path) -> Trace:
+    """An Azure trace. Raises TraceError, with the line, where one is malformed."""
+    return Trace(path.stem, AZURE_BLOCK_TOKENS, tuple(_read(path, _azure_requests)))
+
+
+def load(path: Path) -> Trace:
+    """A trace in either format."""
+    with path.open() as lines:
+        first = lines.readline()
+    if first.lstrip().startswith("{"):
+        return mooncake(path)
+    if "ContextTokens" in first:
+        return azure(path)
+    raise TraceError(f"{path}: neither a Mooncake nor an Azure trace: it begins {first[:60]!r}")
+
+
+def find(name: str, folder: Path | None = None) -> Trace:
+    """The trace whose file name begins with `name`, in `folder`, $TRACES or the shared folder."""
+    folder = folder or Path(os.environ.get("TRACES") or DEFAULT_FOLDER)
+    files = sorted(file for file in folder.glob(f"{name}*") if file.suffix in (".jsonl", ".csv"))
+    if not files:
+        raise TraceError(f"no trace {name}*.jsonl or {name}*.csv in {folder}; TRACES=DIR names another folder")
+    return load(files[0])
+
+
+def _read(path: Path, parse: Callable[[Iterator[str]], Iterator[TraceRequest]]) -> Sequence[TraceRequest]:
+    requests: list[TraceRequest] = []
+    try:
+        with path.open(newline="") as lines:
+            requests.extend(parse(lines))
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{path}: request {len(requests) + 1}: {error!r}") from error
+    if not requests:
+        raise TraceError(f"{path}: no requests")
+    return sorted(requests, key=lambda request: request.at_s)
+
+
+def _mooncake_requests(lines: Iterator[str]) -> Iterator[TraceRequest]:
+    for line in lines:
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        prompt = _length(row["input_length"])
+        hashes = tuple(_hash(block) for block in row["hash_ids"])
+        if len(hashes) < prompt // MOONCAKE_BLOCK_TOKENS:
+            raise ValueError(f"{len(hashes)} hashes for {prompt} tokens")
+        full = hashes[: prompt // MOONCAKE_BLOCK_TOKENS]
+        yield TraceRequest(float(row["timestamp"]) / 1e3, prompt, _length(row["output_length"]), full)
+
+
+def _azure_requests(lines: Iterator[str]) -> Iterator[TraceRequest]:
+    for row in csv.DictReader(lines):
+        whole, _, fraction = row["TIMESTAMP"].partition(".")
+        moment = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC)
+        at_s = moment.timestamp() + float(f"0.{fraction or 0}")
+        yield TraceRequest(at_s, _length(row["ContextTokens"]), _length(row["GeneratedTokens"]))
+
+
+def _length(value: object) -> int:
+    length = int(str(value))
+    if length < 1:
+        raise ValueError(f"a length of {length} tokens")
+    return length
+
+
+def _hash(value: object) -> int:
+    number = int(str(value))
+    if not 0 <= number < 1 << HASH_BITS:
+        raise ValueError(f"hash id {number} is not in [0, 2^{HASH_BITS})")
+    return number

@@ -1,0 +1,77 @@
+"""What a sweep of policies says: how the default one compares where the others begin to miss their objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OURS = "joint"
+MISSES = 0.95
+"""A policy begins to miss its objectives where its goodput is less than this share of what is offered."""
+LEVEL = 0.98
+"""Goodputs that differ by less are alike."""
+TWOFOLD = 2.0
+
+Row = Mapping[str, Any]
+
+
+def knee(rows: Sequence[Row]) -> float | None:
+    """The first load at which even the best other policy misses its objectives; None: it never does."""
+    others = [row for row in rows if row["policy"] != OURS and not row["admission"]]
+    for load in sorted({row["load"] for row in others}):
+        shares = [row["goodput"] / row["offered"] for row in others if row["load"] == load]
+        if max(shares) < MISSES:
+            return float(load)
+    return None
+
+
+def compare(rows: Sequence[Row]) -> dict[str, Any]:
+    """One trace and fleet: goodput at the knee over that of each other policy, and under twofold overload."""
+    at = knee(rows)
+    found: dict[str, Any] = {"knee_load": at}
+    if at is not None:
+        here = {(row["policy"], row["admission"]): row for row in rows if row["load"] == at}
+        ours = here.get((OURS, True))
+        if ours is not None:
+            found["knee_rate"] = ours["rate"]
+            found["goodput"] = ours["goodput"]
+            found["goodput_ratio"] = {
+                policy if policy != OURS else f"{OURS} without admission": _ratio(ours, row)
+                for (policy, admission), row in sorted(here.items())
+                if not admission
+            }
+    return found | {"overload": overload(rows)}
+
+
+def peak_load(rows: Sequence[Row], admission: bool = True) -> float | None:
+    """The least load at which the default policy's goodput is as high as at any, but for `LEVEL`; None: no rows."""
+    mine = _ours(rows, admission)
+    if not mine:
+        return None
+    most = max(row["goodput"] for row in mine)
+    return float(next(row["load"] for row in mine if row["goodput"] >= LEVEL * most))
+
+
+def overload(rows: Sequence[Row]) -> dict[str, Any]:
+    """Goodput at twice the load at which it is highest with admission, over the highest, with admission and without.
+
+    Where that load was not run, there is nothing to say.
+    """
+    peak_at = peak_load(rows)
+    found: dict[str, Any] = {"peak_load": peak_at}
+    for name, admission in (("with_admission", True), ("without_admission", False)):
+        mine = _ours(rows, admission)
+        at = next((row for row in mine if peak_at is not None and row["load"] == TWOFOLD * peak_at), None)
+        if at is not None:
+            peak = max(mine, key=lambda row: float(row["goodput"]))
+            found[name] = {"peak": peak["goodput"], "goodput": at["goodput"], "share_of_peak": _ratio(at, peak)}
+    return found
+
+
+def _ours(rows: Sequence[Row], admission: bool) -> list[Row]:
+    mine = [row for row in rows if row["policy"] == OURS and row["admission"] is admission]
+    return sorted(mine, key=lambda row: float(row["load"]))
+
+
+def _ratio(row: Row, to: Row) -> float | None:
+    return round(row["goodput"] / to["goodput"], 4) if to["goodput"] else None

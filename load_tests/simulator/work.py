@@ -1,0 +1,42 @@
+"""One sequence on one replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """What a replica has to do for a session, and how far it is. Lengths in tokens.
+
+    `outputs`: tokens to generate here. `loads`: its prompt's KV comes from elsewhere. `keeps`: its blocks stay after
+    its last token, until `Replica.release`. `generated`: tokens so far, of whoever made them. `computed`: tokens of
+    `target` whose KV is there while it prefills; `target` grows when a preempted sequence computes its answer again.
+    `held`: leading hashed blocks that it holds by name; `is_sharing`: the next full ones may be named too.
+    """
+
+    session_id: str
+    epoch: int
+    prompt_tokens: int
+    outputs: int
+    hashes: tuple[int, ...] = ()
+    loads: bool = False
+    keeps: bool = False
+    generated: int = 0
+    computed: int = 0
+    target: int = 0
+    cached_tokens: int = 0
+    held: int = 0
+    is_sharing: bool = True
+    end_step: int = -1
+    crossing: int = 0
+    started_s: float = -1.0
+    is_offered: bool = False
+
+    def __post_init__(self) -> None:
+        self.target = self.prompt_tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens whose KV it holds when it decodes: all but the newest."""
+        return self.prompt_tokens + self.generated - 1

@@ -1,0 +1,109 @@
+"""The benchmark of policies: its verdict on figures made by hand, and one short run from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from load_tests.bench.policies import POLICIES, experiments, parse
+from load_tests.simulator.verdict import Row, compare, knee
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN_KEYS = {
+    *("trace", "replicas", "rate", "policy", "admission", "goodput", "ttft_p50_s", "ttft_p99_s"),
+    *("tpot_p50_s", "tpot_p99_s", "hit_rate", "preemptions", "refused"),
+}
+
+
+def row(policy: str, load: float, share: float, admission: bool = False) -> Row:
+    """At load 1.0 a hundred requests a second are offered."""
+    offered = 100.0 * load
+    figures = {"rate": offered, "offered": offered, "goodput": offered * share}
+    return {"policy": policy, "load": load, "admission": admission, **figures}
+
+
+SWEEP = [
+    *(row("round_robin", load, share) for load, share in ((0.5, 1.0), (0.8, 0.9), (1.0, 0.5), (2.0, 0.1))),
+    *(row("least_tokens", load, share) for load, share in ((0.5, 1.0), (0.8, 0.99), (1.0, 0.8), (2.0, 0.2))),
+    *(row("joint", load, share) for load, share in ((0.5, 1.0), (0.8, 1.0), (1.0, 0.97), (2.0, 0.2))),
+    *(row("joint", load, share, True) for load, share in ((0.5, 1.0), (0.8, 1.0), (1.0, 0.96), (2.0, 0.46))),
+]
+
+
+def test_the_knee_is_where_the_best_of_the_others_begins_to_miss() -> None:
+    assert knee(SWEEP) == 1.0
+    assert knee([row("round_robin", 0.5, 1.0)]) is None
+
+
+def test_the_verdict_compares_at_the_knee_and_under_overload() -> None:
+    found = compare(SWEEP)
+    assert found["goodput_ratio"] == {
+        "round_robin": pytest.approx(1.92),
+        "least_tokens": pytest.approx(1.2),
+        "joint without admission": pytest.approx(0.9897, abs=1e-4),
+    }
+    assert found["overload"]["with_admission"]["share_of_peak"] == pytest.approx(92 / 96, abs=1e-4)
+    assert found["overload"]["without_admission"]["share_of_peak"] == pytest.approx(40 / 97, abs=1e-4)
+
+
+def test_every_policy_runs_without_admission_and_joint_with_it_too() -> None:
+    made = experiments(parse(["--quick", "--loads", "1.0", "--traces", "azure"]))
+    assert sorted((one.policy, one.admission) for one in made) == sorted(
+        [("joint", True), *((policy, False) for policy in POLICIES)]
+    )
+
+
+def trace_files(folder: Path) -> None:
+    rng = random.Random(1)
+    lines = [
+        json.dumps(
+            {
+                "timestamp": 100 * index,
+                "input_length": 512 * (depth := rng.randint(1, 20)),
+                "output_length": rng.randint(1, 200),
+                "hash_ids": [0, *range(100 * index, 100 * index + depth - 1)],
+            }
+        )
+        for index in range(50)
+    ]
+    (folder / "mooncake_small.jsonl").write_text("\n".join(lines))
+    rows = [f"2023-11-16 18:15:{i:02}.5,{rng.randint(20, 4000)},{rng.randint(1, 400)}" for i in range(50)]
+    (folder / "azure_small.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "load_tests.bench.policies", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"TRACES": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_quick_run_ends_with_one_line_of_json(tmp_path: Path) -> None:
+    trace_files(tmp_path)
+    done = bench(tmp_path, "--quick", "--requests", "40", "--loads", "0.5,8")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) == {"runs", "summary", "conditions"}
+    assert all(set(run) >= RUN_KEYS for run in result["runs"])
+    seen = {(run["trace"], run["policy"], run["admission"]) for run in result["runs"]}
+    assert len(seen) == 2 * (len(POLICIES) + 1)
+    assert set(result["summary"]) == {"mooncake-16", "azure-16"}
+    assert any(run["hit_rate"] > 0 for run in result["runs"] if run["trace"] == "mooncake")
+    assert result["conditions"]["seed"] == 1
+
+
+def test_without_traces_it_says_so(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--quick")
+    assert done.returncode == 1
+    assert f"no trace mooncake*.jsonl or mooncake*.csv in {tmp_path}" in done.stderr

@@ -1,0 +1,139 @@
+"""The whole simulation with the production allocator: nothing is lost, caches help, links and memory matter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from configs.schema import BatonConfig
+from deployments.policy.allocator import Allocator
+from load_tests.simulator import synthetic
+from load_tests.simulator.cluster import Options
+from load_tests.simulator.metrics import Objectives, Record, summarise
+from load_tests.simulator.profiles import Cluster, Pool, heterogeneous
+from load_tests.simulator.simulation import Result, Simulation
+from load_tests.simulator.traces import Trace, TraceRequest
+
+LOOSE = Objectives(ttft_s=60.0, tpot_s=10.0)
+SHORT = synthetic.Lengths(400, 1.0, least=16, most=4000)
+POLICIES = (
+    "joint",
+    "round_robin",
+    "weighted_round_robin",
+    "power_of_two",
+    "least_tokens",
+    "prefix_affinity",
+    "overlap_cost",
+)
+
+
+def allocator(config: BatonConfig, rng: random.Random) -> Allocator:
+    return Allocator(config, rng)
+
+
+def simulate(trace: Trace, cluster: Cluster | None = None, objectives: Objectives = LOOSE, **options: object) -> Result:
+    chosen = replace(Options(), **options)  # type: ignore[arg-type]
+    return Simulation(cluster or heterogeneous(6), trace, objectives, chosen, allocator).run()
+
+
+def starved(cluster: Cluster, tokens: int) -> Cluster:
+    """The same fleet, with decode memory for so many tokens a replica."""
+
+    def small(pool: Pool) -> Pool:
+        profile = replace(pool.profile, kv_bytes=tokens * pool.profile.kv_bytes_per_token)
+        return replace(pool, profile=profile) if pool.role.value == "decode" else pool
+
+    return replace(cluster, pools=tuple(small(pool) for pool in cluster.pools))
+
+
+def slow_links(cluster: Cluster, bytes_per_s: float) -> Cluster:
+    pools = tuple(replace(pool, profile=replace(pool.profile, nic_bytes_per_s=bytes_per_s)) for pool in cluster.pools)
+    return replace(cluster, pools=pools)
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ingresses", [1, 3])
+def test_every_request_is_served_or_refused_once_and_all_memory_is_free(policy: str, ingresses: int) -> None:
+    trace = synthetic.conversations(60.0, 120, seed=2, pause_s=1.0)
+    result = simulate(trace, policy=policy, ingresses=ingresses, snapshot_delay_s=0.05)
+    assert len(result.records) == len(trace.requests)
+    assert result.blocks_in_use == 0
+    for record, request in zip(result.records, trace.requests, strict=True):
+        assert (record.at_s, record.output_tokens) == (request.at_s, request.output_tokens)
+        assert bool(record.refused) != (record.ttft_s > 0.0)
+    assert sum(not record.refused for record in result.records) > 100
+
+
+def test_the_same_seed_gives_the_same_run_and_another_another() -> None:
+    trace = synthetic.burst(60.0, 96, seed=2, prompts=SHORT)
+    first, again, other = (simulate(trace, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_a_cached_prefix_shortens_the_time_to_the_first_token() -> None:
+    prompts = [TraceRequest(5.0 * index, 8000, 20, tuple(range(1, 63))) for index in range(6)]
+    strangers = [replace(each, hashes=tuple(h + 1000 * i for h in each.hashes)) for i, each in enumerate(prompts)]
+    same, unlike = (simulate(Trace("t", 128, tuple(requests))) for requests in (prompts, strangers))
+    assert all(record.cached_blocks == 62 for record in same.records[1:])
+    assert all(record.cached_blocks == 0 for record in unlike.records)
+    assert max(record.ttft_s for record in same.records[1:]) < 0.5 * min(record.ttft_s for record in unlike.records)
+
+
+def test_a_slow_link_delays_decode_and_not_the_first_token_which_does_not_take_it() -> None:
+    trace = Trace("t", 128, tuple(TraceRequest(2.0 * index, 8000, 20) for index in range(5)))
+    fast, slow = (simulate(trace, slow_links(heterogeneous(6), rate), policy="round_robin") for rate in (50e9, 1e9))
+    size_s = 8000 * 131072 / 1e9
+    assert median([record.tpot_s for record in slow.records]) * 19 > 0.5 * size_s
+    assert median([record.tpot_s for record in fast.records]) * 19 < 0.5 * size_s
+    ttft_s = median([record.ttft_s for record in fast.records])
+    assert median([record.ttft_s for record in slow.records]) == pytest.approx(ttft_s, rel=0.2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decode_memory_is_never_overrun_by_one_manager_that_promises_what_there_is(policy: str) -> None:
+    trace = synthetic.poisson(80.0, 60, seed=3, prompts=SHORT)
+    result = simulate(trace, starved(heterogeneous(6), 8192), policy=policy, admission=False)
+    assert result.preemptions == 0
+    assert sum(not record.refused for record in result.records) > 50
+
+
+def test_memory_promised_three_times_over_makes_engines_preempt() -> None:
+    answers = synthetic.Lengths(700, 0.3, most=1000)
+    trace = synthetic.poisson(80.0, 60, seed=3, prompts=SHORT, answers=answers)
+    cluster = starved(heterogeneous(6), 8192)
+    assert simulate(trace, cluster, admission=False, overcommit=1.0).preemptions == 0
+    result = simulate(trace, cluster, admission=False, overcommit=3.0)
+    assert result.preemptions > 0
+    assert result.blocks_in_use == 0
+
+
+def test_a_request_that_no_replica_can_hold_is_refused() -> None:
+    trace = Trace("t", 128, (TraceRequest(0.0, 500, 10), TraceRequest(0.1, 200_000, 10)))
+    records = simulate(trace).records
+    assert [bool(record.refused) for record in records] == [False, True]
+
+
+def test_figures_count_what_met_both_objectives_after_the_warm_up() -> None:
+    goals = Objectives(ttft_s=1.0, tpot_s=0.1)
+    good = Record(2.0, 100, 10, ttft_s=0.5, tpot_s=0.05, cached_blocks=1, prompt_blocks=4, pool="a")
+    records = [
+        replace(good, at_s=1.0, ttft_s=9.0),  # warm-up
+        good,
+        replace(good, at_s=4.0, ttft_s=1.5),
+        replace(good, at_s=6.0, tpot_s=0.2, pool="b"),
+        replace(good, at_s=10.0, refused="predicted_ttft"),
+    ]
+    figures = summarise(records, goals)
+    assert (figures["counted"], figures["refused"]) == (4, 1)
+    assert figures["offered"] == pytest.approx(4 / 8)
+    assert figures["goodput"] == pytest.approx(1 / 8)
+    assert figures["hit_rate"] == 0.25
+    assert figures["pool_share"] == {"a": pytest.approx(2 / 3, abs=1e-3), "b": pytest.approx(1 / 3, abs=1e-3)}
+    assert figures["refusals"] == {"predicted_ttft": 1}

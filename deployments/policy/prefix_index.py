@@ -6,7 +6,7 @@ Made for millions of blocks over thousands of replicas in one Python process:
   one held by several to their sorted numbers, packed two bytes each. About 100 bytes a block, 150 with several holders.
 - The blocks are spread over many small tables, so that no growth, eviction or cleaning takes long.
 - A replica that is lost, or that tells the whole anew, gives its slot up at once: a slot that is given up is no hit.
-  Its entries are cleaned away one table at a time, at later calls; then the slot is used again.
+  Its entries are cleaned away some tables at a time, at each sweep and loss; then the slot is used again.
 - Where the memory ends, a table forgets the block that was stored or expected the longest ago.
 """
 
@@ -21,7 +21,7 @@ from deployments.messages import CacheChange
 
 _MAX_TABLES = 1024
 _MIN_TABLE_BLOCKS = 1024
-_TABLES_A_SWEEP = 8
+_TABLES_A_SWEEP = 2
 _MAX_SLOTS = 1 << 16
 _EXPECTED_SHARE = 4
 """At most one in so many of `max_blocks` may be expectations."""
@@ -69,7 +69,6 @@ class PrefixIndex:
         included.
         """
         self._expire(now_s)
-        self._clean(1)
         if change.whole:
             self._give_up(replica_id)
         elif (last := self._sequences.get(replica_id)) is None:
@@ -81,29 +80,38 @@ class PrefixIndex:
             return False
         self._sequences[replica_id] = change.sequence
         slot = self._slot(replica_id)
+        if self._expected:
+            for block in change.removed + change.stored:
+                self._expected.pop((block, slot), None)
         for block in change.removed:
             self._remove(block, slot)
         for block in change.stored:
             self._add(block, slot)
-            if self._expected:
-                self._expected.pop((block, slot), None)
         return True
 
     def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float) -> None:
         """These replicas are about to cache these blocks, leading ones first. Forgotten unless they soon say so."""
         self._expire(now_s)
         until_s = now_s + self._expectation_s
-        slots = [self._slot(replica_id) for replica_id in replica_ids]
+        slots = sorted({self._slot(replica_id) for replica_id in replica_ids})
+        holders = self._pack(slots)
         for block in reversed(hashes):  # the last of a prompt are to be forgotten first
-            self._touch(block)
+            table = self._tables[block & self._mask]
+            before = table.pop(block, None)
+            if before is not None:
+                table[block] = before  # now it is the youngest
+            elif holders is not None:
+                self._make_room(table)
+                table[block] = holders
             for slot in slots:
                 key = (block, slot)
-                if self._add(block, slot) or key in self._expected:
+                if before is None:
+                    self._expected[key] = until_s
+                elif self._add(block, slot) or key in self._expected:
                     self._expected[key] = until_s
                     self._expected.move_to_end(key)
         while len(self._expected) > self._max_expected:
-            (block, slot), _ = self._expected.popitem(last=False)
-            self._remove(block, slot)
+            self._remove(*self._expected.popitem(last=False)[0])
 
     def forget(self, replica_id: str) -> None:
         """A replica is lost, and its cache with it. Unknown ones are ignored."""
@@ -158,6 +166,7 @@ class PrefixIndex:
     def _give_up(self, replica_id: str) -> None:
         if (slot := self._slots.pop(replica_id, None)) is not None:
             self._given_up.add(slot)
+            self._clean(1)
 
     def _clean(self, tables: int) -> None:
         """Remove slots that were given up from the next tables; one that is removed from all is free."""
@@ -178,8 +187,14 @@ class PrefixIndex:
             if (holders in gone if isinstance(holders, int) else not gone.isdisjoint(array("H", holders)))
         ]
         for block in held:
-            for slot in gone.intersection(_unpack(table[block])):
-                self._remove(block, slot)
+            slots = _unpack(table[block])
+            left = self._pack([slot for slot in slots if slot not in gone])
+            if left is None:
+                del table[block]
+            else:
+                table[block] = left
+            for slot in gone.intersection(slots) if self._expected else ():
+                self._expected.pop((block, slot), None)
 
     # ---- tables
 
@@ -188,9 +203,7 @@ class PrefixIndex:
         table = self._tables[block & self._mask]
         holders = table.get(block)
         if holders is None:
-            if len(table) >= self._table_blocks:
-                oldest = next(iter(table))
-                self._drop(oldest, table.pop(oldest))
+            self._make_room(table)
             table[block] = slot
             return True
         if holders == slot:
@@ -208,25 +221,28 @@ class PrefixIndex:
         if holders is None:
             return
         slots = _unpack(holders)
-        if slot not in slots:
+        if slot in slots:
+            slots.remove(slot)
+            left = self._pack(slots)
+            if left is None:
+                del table[block]
+            else:
+                table[block] = left
+
+    def _pack(self, slots: Sequence[int]) -> _Holders | None:
+        if len(slots) > 1:
+            return array("H", slots).tobytes()
+        return self._numbers[slots[0]] if slots else None
+
+    def _make_room(self, table: dict[int, _Holders]) -> None:
+        """Forget a full table's oldest block; nobody is expected to have it any more."""
+        if len(table) < self._table_blocks:
             return
-        slots.remove(slot)
-        self._expected.pop((block, slot), None)
-        if not slots:
-            del table[block]
-        else:
-            table[block] = slots.tobytes() if len(slots) > 1 else self._numbers[slots[0]]
-
-    def _touch(self, block: int) -> None:
-        table = self._tables[block & self._mask]
-        if block in table:
-            table[block] = table.pop(block)
-
-    def _drop(self, block: int, holders: _Holders) -> None:
-        """A whole block was taken out: nobody is expected to have it."""
+        oldest = next(iter(table))
+        holders = table.pop(oldest)
         if self._expected:
             for slot in _unpack(holders):
-                self._expected.pop((block, slot), None)
+                self._expected.pop((oldest, slot), None)
 
     def _expire(self, now_s: float) -> None:
         while self._expected:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineLoad, Output, Step
 from deployments.errors import Unavailable
 from deployments.messages import (
+    Finished,
     Peers,
     Phase,
     ReplicaInfo,
@@ -25,6 +27,7 @@ from deployments.messages import (
     Role,
     SessionReport,
     SessionTask,
+    StepSample,
 )
 from deployments.wire import OutputSender
 
@@ -33,6 +36,8 @@ logger = logging.getLogger("baton.replica")
 HEARTBEAT_S = 1.0
 REPORT_TIMEOUT_S = 5.0
 CANCEL_AGAIN_S = 0.5
+STEPS_KEPT = 64
+FINISHED_KEPT = 64
 
 
 class ReportPort(Protocol):
@@ -70,6 +75,9 @@ class Replica:
         self._info: ReplicaInfo | None = None
         self._phase = Phase.LOADING
         self._load = EngineLoad()
+        self._steps: deque[StepSample] = deque(maxlen=STEPS_KEPT)
+        self._finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
+        self._finished_version = 0
         self._counters: dict[str, float] = {}
         self._counted = False
         self._version = time.time_ns()  # grows over restarts too
@@ -138,6 +146,8 @@ class Replica:
             outcome = "expired"
         finally:
             self._live.pop(task.request_id, None)
+            self._finished.append(Finished(task.session_id, task.epoch, live.output_tokens))
+            self._finished_version += 1
             self._counted = False
             self._changed.set()
             if not finished and self._phase is Phase.READY:
@@ -157,6 +167,7 @@ class Replica:
 
     def _take(self, step: Step) -> None:
         self._load = step.load
+        self._steps.extend(step.steps)
         by_ingress: dict[str, list[Output]] = {}
         for output in step.outputs:
             if live := self._live.get(output.request_id):
@@ -228,7 +239,9 @@ class Replica:
     def _snapshot(self) -> ReplicaSnapshot:
         self._version += 1
         is_idle = self._counted and not self._live
-        load = replace(self._load, used_blocks=0, running=0, waiting=0) if is_idle else self._load
+        load = replace(self._load, used_blocks=0, running=0, waiting=0, running_tokens=0) if is_idle else self._load
+        steps = tuple(self._steps)
+        self._steps.clear()
         return ReplicaSnapshot(
             replica_id=self._identity.replica_id,
             version=self._version,
@@ -242,6 +255,10 @@ class Replica:
             sessions=tuple(live.task.session_id for live in self._live.values()),
             counters=self._counters | self._load.counters,
             peers_version=self._peers.version,
+            running_tokens=load.running_tokens,
+            finished=tuple(self._finished),
+            finished_version=self._finished_version,
+            steps=steps,
             cached_blocks=max(0, load.cached_blocks - load.used_blocks),  # most blocks in use are cached ones
             cache=None if self._info is None else self._engine.cache_change(whole=self._resync),
         )

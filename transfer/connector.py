@@ -38,6 +38,7 @@ from transfer.outbox import Key, Results
 from transfer.pacing import Limits
 from transfer.prefill_side import Chunk
 from transfer.rest import Rest
+from transfer.step_clock import StepClock
 from transfer.token_sender import TokenSender
 from transfer.trace import tracer
 
@@ -124,6 +125,7 @@ class BatonConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             self._tokens = TokenSender(Seal(self._extra["secret"]))
             self._rest = Rest()
+            self._clock = StepClock()
             self._pending = StepMetadata()
             self._prefills: dict[str, Request] = {}
             self._offer_due: dict[str, float] = {}
@@ -176,6 +178,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._offered.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        self._clock.begin(scheduler_output, time.monotonic())
         metadata, self._pending = self._pending, StepMetadata()
         for request_id in scheduler_output.preempted_req_ids or ():
             if request := self._prefills.get(request_id):
@@ -199,6 +202,13 @@ class BatonConnector(KVConnectorBase_V1):
         if not (scheduler_output.total_num_scheduled_tokens or scheduler_output.finished_req_ids or metadata):
             self._wait_for_handoffs()
         return metadata
+
+    def get_kv_connector_stats(self) -> Any:
+        """What the step that just ended was: vLLM asks after every step, and sends it on with its own statistics.
+
+        It asks the workers' side as well, which has nothing to say.
+        """
+        return self._clock.end(time.monotonic()) if self._role is KVConnectorRole.SCHEDULER else None
 
     def _wait_for_handoffs(self) -> None:
         """Nothing can be computed: do not step in a circle."""

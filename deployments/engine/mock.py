@@ -12,6 +12,7 @@ import contextlib
 import uuid
 from collections import deque
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from deployments.engine.mock_scheduler import MockScheduler, Plan
 from deployments.engine.mock_sequence import Sequence
 from deployments.engine.mock_wire import FinishReason, decode_request, encode_outputs
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
-from deployments.messages import CacheChange, Role
+from deployments.messages import CacheChange, Role, StepSample
 from transfer.blocks import blocks_for
 from transfer.channel import Channel
 from transfer.control import FirstToken, Seal
@@ -156,8 +157,8 @@ class MockEngine:
             self._take_inbox()
             outputs = self._take_results()
             plan = self._scheduler.plan()
-            outputs += await self._execute(plan)
-            await self._publish(outputs, always=bool(plan.work))
+            computed, steps = await self._execute(plan)
+            await self._publish(outputs + computed, steps)
             if not plan.work and not plan.preempted:
                 with contextlib.suppress(TimeoutError):
                     timeout_s = POLL_S if self._scheduler.has_handoffs else None
@@ -196,7 +197,7 @@ class MockEngine:
         sequence.tokens.append(token)
         self._counts["loaded_tokens"] += sequence.prompt_tokens
 
-    async def _execute(self, plan: Plan) -> list[Output]:
+    async def _execute(self, plan: Plan) -> tuple[list[Output], tuple[StepSample, ...]]:
         keys = [s.request.handoff.key for s in plan.preempted if s.sends and s.request.handoff]
         if keys and not await asyncio.to_thread(self._channel.wait_quiet, keys, QUIET_WAIT_S):
             raise EngineError("writes of a preempted prefill did not end; its blocks cannot be reused safely")
@@ -205,9 +206,13 @@ class MockEngine:
             if handoff := sequence.request.handoff:
                 peers, blocks = list(handoff.peers), list(sequence.blocks)
                 self._channel.offer(handoff.key, sequence.request_id, peers, 0, blocks, needs_token=True)
-        if plan.work:
-            await self._compute(plan.work)
-        return [output for sequence, count in plan.work if (output := self._advance(sequence, count))]
+        if not plan.work:
+            return [], ()
+        clock = asyncio.get_running_loop().time
+        began_s, step = clock(), plan.sample(0.0)
+        await self._compute(plan.work)
+        outputs = [output for sequence, count in plan.work if (output := self._advance(sequence, count))]
+        return outputs, (replace(step, seconds=clock() - began_s),)
 
     async def _compute(self, work: list[tuple[Sequence, int]]) -> None:
         """Write the step's KV at the configured pace, layer by layer where somebody waits for layers."""
@@ -252,11 +257,17 @@ class MockEngine:
                 self._channel.ended(handoff.key, sequence.request_id, True)
         return output
 
-    async def _publish(self, outputs: list[Output], always: bool) -> None:
+    async def _publish(self, outputs: list[Output], steps: tuple[StepSample, ...]) -> None:
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(scheduler.loading)
-        load = EngineLoad(scheduler.used_blocks, len(scheduler.running), waiting, counters=await self.counters())
+        load = EngineLoad(
+            scheduler.used_blocks,
+            len(scheduler.running),
+            waiting,
+            running_tokens=sum(step.decode_context for step in steps),
+            counters=await self.counters(),
+        )
         last, self._last_load = self._last_load, load
         before = (last.used_blocks, last.running, last.waiting)
-        if always or outputs or before != (load.used_blocks, load.running, load.waiting):
-            self._steps.put_nowait(Step(tuple(outputs), load))
+        if steps or outputs or before != (load.used_blocks, load.running, load.waiting):
+            self._steps.put_nowait(Step(tuple(outputs), load, steps))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from configs.schema import MockEngineConfig
 from deployments.engine.mock_sequence import Sequence
+from deployments.messages import StepSample
 from transfer.blocks import blocks_for
 
 
@@ -23,6 +24,18 @@ class Plan:
     offers: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
+
+    def sample(self, seconds: float) -> StepSample:
+        """What the step is, while nothing of it is computed yet. What was preempted is prefilled again."""
+        prefill = [(s.computed, count) for s, count in self.work if count > 1 or s.computed < s.prompt_tokens]
+        decode = [s.computed + 1 for s, count in self.work if count == 1 and s.computed >= s.prompt_tokens]
+        return StepSample(
+            seconds,
+            prefill_tokens=sum(count for _, count in prefill),
+            prefill_context=sum(count * before + count * (count - 1) // 2 for before, count in prefill),
+            decode_sequences=len(decode),
+            decode_context=sum(decode),
+        )
 
 
 class MockScheduler:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deployments.messages import CacheChange
+from deployments.messages import CacheChange, StepSample
 
 
 class EngineError(Exception):
@@ -32,13 +32,14 @@ class EngineInfo:
 class EngineLoad:
     """The engine's own counters after its last step. Blocks are KV blocks; tokens count from the engine's start.
 
-    `cached_blocks`: blocks in the prefix cache, in use or not.
+    `cached_blocks`: blocks in the prefix cache, in use or not. `running_tokens`: held by the sequences that decode.
     """
 
     used_blocks: int = 0
     running: int = 0
     waiting: int = 0
     cached_blocks: int = 0
+    running_tokens: int = 0
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -54,8 +55,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """News of an engine. `steps`: the steps that it tells of; none where nothing was computed."""
+
     outputs: tuple[Output, ...]
     load: EngineLoad
+    steps: tuple[StepSample, ...] = ()
 
 
 class Engine(Protocol):

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,14 @@ from typing import Any, Literal
 
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_open_port
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -38,8 +40,9 @@ from vllm.version import __version__ as vllm_version
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
-from deployments.messages import CacheChange, Role
+from deployments.messages import CacheChange, Role, StepSample
 from transfer.lifeline import die_with_parent
+from transfer.step_clock import StepClock
 
 logger = logging.getLogger("baton.engine")
 
@@ -194,9 +197,11 @@ class VllmEngine:
             outputs = await self._engine.get_output_async()
         except EngineDeadError as error:
             raise EngineError("the engine died") from error
+        steps: tuple[StepSample, ...] = ()
         if outputs.scheduler_stats is not None:
-            self._load = self._observe(outputs.scheduler_stats)
-        return Step(tuple(self._output(output) for output in outputs.outputs), self._load)
+            steps = _steps(outputs.scheduler_stats)
+            self._load = self._observe(outputs.scheduler_stats, sum(step.decode_context for step in steps))
+        return Step(tuple(self._output(output) for output in outputs.outputs), self._load, steps)
 
     def _output(self, output: EngineCoreOutput) -> Output:
         if (stats := output.prefill_stats) is not None:
@@ -205,7 +210,7 @@ class VllmEngine:
         self._totals["generated_tokens"] += len(output.new_token_ids)
         return Output(output.request_id, len(output.new_token_ids), output.finished, output)
 
-    def _observe(self, stats: SchedulerStats) -> EngineLoad:
+    def _observe(self, stats: SchedulerStats, running_tokens: int) -> EngineLoad:
         local, remote = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
         self._totals["cached_tokens"] += local.hits
         self._totals["preemptions"] += local.preempted_requests
@@ -215,6 +220,7 @@ class VllmEngine:
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
             cached_blocks=len(self._events.log),
+            running_tokens=running_tokens,
             counters=dict(self._totals),
         )
 
@@ -260,6 +266,12 @@ COUNTERS = (
     "generated_tokens",
     "preemptions",
 )
+
+
+def _steps(stats: SchedulerStats) -> tuple[StepSample, ...]:
+    """The step that an engine's statistics tell of, as its connector saw it (`transfer.step_clock`)."""
+    step = (stats.kv_connector_stats or {}).get("step")
+    return () if step is None else (StepSample(*step),)
 
 
 class PullEngine(VllmEngine):
@@ -350,5 +362,14 @@ class NixlConnector(NixlPullConnector):
             # the model's; without the thread, transfers progress in the engine's steps, which go on while one is open.
             base_worker.nixl_agent_config = functools.partial(base_worker.nixl_agent_config, enable_prog_thread=False)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._clock = StepClock()  # of the scheduler's half
         # On CPU vLLM has just pinned this thread, the one that computes the model, to the node's last core.
         os.sched_setaffinity(0, cores)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._clock.begin(scheduler_output, time.monotonic())
+        return super().build_connector_meta(scheduler_output)
+
+    def get_kv_connector_stats(self) -> Any:
+        """The step that just ended. What vLLM's connector counts in the workers is left out: the two do not add up."""
+        return self._clock.end(time.monotonic()) if self._role is KVConnectorRole.SCHEDULER else None

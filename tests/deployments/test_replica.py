@@ -15,7 +15,17 @@ from deployments import replica as replica_module
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.errors import Unavailable
-from deployments.messages import CacheChange, Peers, Phase, ReplicaSnapshot, ReportAnswer, Role, SessionTask
+from deployments.messages import (
+    CacheChange,
+    Finished,
+    Peers,
+    Phase,
+    ReplicaSnapshot,
+    ReportAnswer,
+    Role,
+    SessionTask,
+    StepSample,
+)
 from deployments.replica import Identity, Replica
 from deployments.wire import OutputReceiver
 
@@ -77,8 +87,9 @@ class ScriptedEngine:
     async def shutdown(self) -> None:
         self.shutdowns += 1
 
-    def put(self, *outputs: tuple[str, int, bool], **load: Any) -> None:
-        self.steps.put_nowait(Step(tuple(Output(*output, payload=output) for output in outputs), EngineLoad(**load)))
+    def put(self, *outputs: tuple[str, int, bool], steps: tuple[StepSample, ...] = (), **load: Any) -> None:
+        taken = tuple(Output(*output, payload=output) for output in outputs)
+        self.steps.put_nowait(Step(taken, EngineLoad(**load), steps))
 
 
 class Manager:
@@ -431,3 +442,66 @@ async def test_what_an_outage_swallowed_is_told_after_it(up: Fixture) -> None:
     told = await up.manager.until(lambda s: s.cache is not None and s.cache.sequence > 1)
     assert told.cache is not None
     assert (told.cache.whole, told.cache.stored) == (True, (1,))
+
+
+def samples(count: int) -> tuple[StepSample, ...]:
+    return tuple(StepSample(1.0 + number, decode_sequences=1) for number in range(count))
+
+
+async def test_each_step_is_told_of_once_and_in_order(up: Fixture) -> None:
+    first, second, third = samples(3)
+    up.engine.put(steps=(first, second))
+    await up.manager.until(lambda snapshot: second in snapshot.steps)
+    up.engine.put(steps=(third,))
+    await up.manager.until(lambda snapshot: third in snapshot.steps)
+    up.engine.put(counters={"n": 1})
+    await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 1)
+    assert [step for snapshot in up.manager.snapshots for step in snapshot.steps] == [first, second, third]
+
+
+async def test_of_many_steps_the_newest_are_told(up: Fixture) -> None:
+    up.engine.put(steps=samples(200))
+    told = await up.manager.until(lambda snapshot: bool(snapshot.steps))
+    assert told.steps == samples(200)[-replica_module.STEPS_KEPT :]
+
+
+async def test_it_tells_the_tokens_that_its_running_sequences_hold(up: Fixture) -> None:
+    run = await up.begin("a")
+    up.engine.put(("a", 1, False), running=1, running_tokens=31)
+    await up.manager.until(lambda snapshot: snapshot.running_tokens == 31)
+    up.engine.put(("a", 1, True), running=1, running_tokens=32)
+    await asyncio.wait_for(run, WAIT_S)
+    await up.manager.until(lambda snapshot: not snapshot.sessions and snapshot.running_tokens == 0)
+
+
+async def test_it_tells_which_parts_ended_however_they_did(up: Fixture) -> None:
+    run, lost = await up.begin("a"), await up.begin("b")
+    await up.manager.until(lambda snapshot: len(snapshot.sessions) == 2)
+    up.engine.put(("a", 1, False))
+    up.engine.put(("a", 2, True), ("b", 1, False))
+    await asyncio.wait_for(run, WAIT_S)
+    await until(lambda: up.replica._live["b"].output_tokens == 1)
+    lost.cancel()
+    await asyncio.wait([lost])
+    up.engine.refusal = EngineError("not a request")
+    with pytest.raises(EngineError):
+        await up.replica.run(up.task("c"))
+    told = await up.manager.until(lambda snapshot: snapshot.finished_version == 3)
+    assert told.finished == (Finished("s-a", 1, 3), Finished("s-b", 1, 1), Finished("s-c", 1, 0))
+    begun = [s for s in up.manager.snapshots if s.sessions or s.finished]
+    assert len(begun) < len(up.manager.snapshots)
+    for snapshot in begun:
+        ended = {part.session_id for part in snapshot.finished}
+        assert not ended & set(snapshot.sessions), "a part that ended runs no more"
+    both = begun[next(n for n, snapshot in enumerate(begun) if len(snapshot.sessions) == 2) :]
+    assert all({"s-a", "s-b"} <= {*s.sessions, *(part.session_id for part in s.finished)} for s in both)
+
+
+async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: Fixture) -> None:
+    up.engine.refusal = EngineError("not a request")
+    count = replica_module.FINISHED_KEPT + 6
+    for number in range(count):
+        with pytest.raises(EngineError):
+            await up.replica.run(up.task(f"r{number}"))
+    told = await up.manager.until(lambda snapshot: snapshot.finished_version == count)
+    assert [part.session_id for part in told.finished] == [f"s-r{number}" for number in range(6, count)]

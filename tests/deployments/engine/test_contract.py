@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
-from deployments.messages import Role
+from deployments.engine.protocol import Step
+from deployments.messages import Role, StepSample
 from transfer.blocks import chained_hashes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STOP, LENGTH, ERROR = 0, 1, 3
+
+
+def computed(steps: list[Step]) -> list[StepSample]:
+    """What an engine said of its steps."""
+    return [sample for step in steps for sample in step.steps]
 
 
 async def test_a_request_ends_with_max_tokens(engine_pair: Any) -> None:
@@ -74,6 +81,32 @@ async def test_identical_prompts_at_one_moment_and_16_at_once(engine_pair: Any) 
         assert tokens == local.tokens
     await engine_pair.prefill.settle()
     await engine_pair.decode.settle()
+
+
+async def test_its_steps_say_what_was_computed_and_idleness_is_no_part_of_them(engine_pair: Any) -> None:
+    engine, prompt_tokens, answer_tokens = engine_pair.decode, 21, 9
+    await engine.settle()
+    await asyncio.sleep(0.2)
+    seen, began_s = len(engine.steps), time.monotonic()
+    await engine.generate("counted", engine_pair.prompt(prompt_tokens), max_tokens=answer_tokens)
+    elapsed_s = time.monotonic() - began_s
+    steps = computed(engine.steps[seen:])
+    assert sum(step.prefill_tokens for step in steps) == prompt_tokens
+    assert sum(step.prefill_context for step in steps) == sum(range(prompt_tokens))
+    assert sum(step.decode_sequences for step in steps) == answer_tokens - 1
+    assert sum(step.decode_context for step in steps) == sum(range(prompt_tokens + 1, prompt_tokens + answer_tokens))
+    assert all(step.seconds > 0 for step in steps)
+    assert sum(step.seconds for step in steps) <= elapsed_s
+    assert max(step.load.running_tokens for step in engine.steps[seen:]) == prompt_tokens + answer_tokens - 1
+
+
+async def test_the_steps_of_a_handoff_are_told_by_who_computes_them(engine_pair: Any) -> None:
+    seen = [len(engine.steps) for engine in (engine_pair.prefill, engine_pair.decode)]
+    await engine_pair.disaggregated(engine_pair.prompt(30), 6)
+    prefill, decode = computed(engine_pair.prefill.steps[seen[0] :]), computed(engine_pair.decode.steps[seen[1] :])
+    assert [sum(step.prefill_tokens for step in steps) for steps in (prefill, decode)] == [30, 0]
+    assert [sum(step.decode_sequences for step in steps) for steps in (prefill, decode)] == [0, 5]
+    assert sum(step.decode_context for step in decode) == sum(range(31, 36))
 
 
 async def test_the_counters_say_what_moved(engine_pair: Any) -> None:

@@ -77,6 +77,34 @@ def test_prefix_hashes_go_on_where_a_chunk_ended() -> None:
     assert [*first, *second] == list(whole)
 
 
+async def test_a_step_takes_what_the_configured_pace_says(make_mock: Callable[..., Any], start: Any) -> None:
+    pace = SMALL.model_copy(update={"step_s": 0.01, "prefill_tokens_per_s": 500.0})
+    engine = await start(make_mock(Role.DECODE, pace, max_model_len=64))
+    await engine.generate("a", list(range(100, 140)), max_tokens=3)
+    steps = [sample for step in engine.steps for sample in step.steps]
+    assert [(step.prefill_tokens, step.decode_sequences) for step in steps] == [
+        (16, 0),
+        (16, 0),
+        (8, 0),
+        (0, 1),
+        (0, 1),
+    ]
+    for step in steps:
+        assert step.seconds >= 0.99 * (0.01 + step.prefill_tokens / 500.0)
+    await engine.close()
+
+
+async def test_what_was_preempted_is_prefill_again(make_mock: Callable[..., Any], start: Any) -> None:
+    engine = await start(make_mock(Role.DECODE, SMALL, max_model_len=64))
+    answers = [await engine.send(f"r{n}", list(range(100, 140)), max_tokens=20) for n in range(2)]
+    await asyncio.gather(*(answer.done.wait() for answer in answers))
+    preemptions = (await engine.engine.counters())["preemptions"]
+    steps = [sample for step in engine.steps for sample in step.steps]
+    assert preemptions > 0
+    assert sum(step.prefill_tokens for step in steps) > 2 * 40
+    await engine.close()
+
+
 async def test_preemption_recomputes_and_changes_no_answer(make_mock: Callable[..., Any], start: Any) -> None:
     small = await start(make_mock(Role.DECODE, SMALL, max_model_len=64))
     large = await start(make_mock(Role.DECODE, SMALL.model_copy(update={"num_blocks": 256})))

@@ -22,7 +22,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
@@ -54,6 +54,7 @@ CONNECTOR_HOOKS = {
     "wait_for_save": ["self"],
     "get_transfer_results": ["self", "finished_req_ids"],
     "build_connector_worker_meta": ["self"],
+    "get_kv_connector_stats": ["self"],
     "shutdown": ["self"],
 }
 
@@ -104,6 +105,20 @@ def test_what_the_connector_reads() -> None:
     assert {"finished_recving", "kv_connector_worker_meta"} <= names(KVConnectorOutput)
     assert {"num_scheduled_tokens", "total_num_scheduled_tokens", "preempted_req_ids"} <= names(SchedulerOutput)
     assert parameters(KVCacheManager.get_block_ids) == ["self", "request_id"]
+
+
+def test_a_step_is_timed_between_its_scheduling_and_its_statistics() -> None:
+    """The connector is told what is in it at the one moment, and asked for its statistics at the other."""
+    assert {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"} <= names(SchedulerOutput)
+    assert {"req_id", "num_computed_tokens"} <= names(NewRequestData)
+    assert {"req_ids", "num_computed_tokens"} <= names(CachedRequestData)
+    assert "kv_connector_stats" in names(SchedulerStats)
+    schedule, update = inspect.getsource(Scheduler.schedule), inspect.getsource(Scheduler.update_from_output)
+    assert schedule.index("_build_kv_connector_meta(") < schedule.index("_update_after_schedule(")
+    assert "if self.connector:" in update
+    assert update.index("self.connector.get_kv_connector_stats()") < update.index("self.make_stats(")
+    assert "kv_connector_stats.to_dict()" in inspect.getsource(Scheduler.make_stats)
+    assert parameters(NixlConnector.build_connector_meta) == parameters(NixlPullConnector.build_connector_meta)
 
 
 def test_a_request_takes_the_first_token_as_its_prompts_last() -> None:

@@ -1,0 +1,97 @@
+"""What each step of an engine computes and how long it takes, from the two moments of it that a connector sees.
+
+It imports no vLLM; of vLLM's `SchedulerOutput` it takes the fields that `Scheduled` names, and what it gives back is as
+much of a `KVConnectorStats` as vLLM's scheduler asks for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Scheduled(Protocol):
+    """What one step computes: tokens by request id, of requests new to the engine and of such that it knows.
+
+    A new one has `req_id` and `num_computed_tokens`, of before the step; those known are lists, `req_ids` and
+    `num_computed_tokens`.
+    """
+
+    num_scheduled_tokens: dict[str, int]
+    scheduled_new_reqs: list[Any]
+    scheduled_cached_reqs: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step: seconds, prompt tokens, the tokens before each of them, sequences decoding, the tokens these hold."""
+
+    seconds: float
+    prefill_tokens: int
+    prefill_context: int
+    decode_sequences: int
+    decode_context: int
+
+    def is_empty(self) -> bool:
+        """Never: there is no report of a step with nothing in it."""
+        return False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it travels in vLLM's statistics."""
+        fields = self.prefill_tokens, self.prefill_context, self.decode_sequences, self.decode_context
+        return {"step": (self.seconds, *fields)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    at_s: float
+    follows: bool
+    counts: tuple[int, int, int, int]
+
+
+class StepClock:
+    """Steps begin and end in the same order; with asynchronous scheduling one begins before the last has ended.
+
+    A step that goes on with a request of the last one began when that ended: what lies between (outputs, scheduling) is
+    the price of a step too. One that does not may follow idleness, and is timed from its own beginning.
+    """
+
+    def __init__(self) -> None:
+        self._open: deque[_Begun] = deque()
+        self._last: Container[str] = ()
+        self._ended_s = float("-inf")
+
+    def begin(self, step: Scheduled, now_s: float) -> None:
+        """A step was scheduled, perhaps with nothing in it."""
+        known = step.scheduled_cached_reqs.req_ids
+        follows = any(request_id in self._last for request_id in known)
+        self._last = step.num_scheduled_tokens
+        self._open.append(_Begun(now_s, follows, _counts(step)))
+
+    def end(self, now_s: float) -> StepReport | None:
+        """The oldest open step is over. None when there was nothing in it."""
+        if not self._open:
+            return None
+        begun = self._open.popleft()
+        began_s = self._ended_s if begun.follows else max(begun.at_s, self._ended_s)
+        self._ended_s = now_s
+        return StepReport(now_s - began_s, *begun.counts) if any(begun.counts) else None
+
+
+def _counts(step: Scheduled) -> tuple[int, int, int, int]:
+    """Whoever computes one token counts as decoding, whatever it is for: it costs the same."""
+    prefill_tokens = prefill_context = decode_sequences = decode_context = 0
+    known = step.scheduled_cached_reqs
+    computed = [(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+    computed += zip(known.req_ids, known.num_computed_tokens, strict=True)
+    for request_id, before in computed:
+        tokens = step.num_scheduled_tokens[request_id]
+        if tokens == 1:
+            decode_sequences += 1
+            decode_context += before + 1
+        else:
+            prefill_tokens += tokens
+            prefill_context += tokens * before + tokens * (tokens - 1) // 2
+    return prefill_tokens, prefill_context, decode_sequences, decode_context

@@ -19,6 +19,9 @@ from transfer.blocks import chained_hashes
 
 logger = logging.getLogger("baton.engine")
 
+HIGH_WATER_MARK = 100_000
+"""Steps whose events wait here at most, for an engine whose cache nobody asks after; what is over that is a gap."""
+
 BlockName = int | bytes
 
 
@@ -133,7 +136,7 @@ class KVEvents:
         self._expected = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # they are read several times a second, and what is lost is not repeated
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.SUBSCRIBE, self.topic.encode())
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
 

@@ -58,6 +58,11 @@ class PrefixIndex:
         """Blocks that at least one replica caches or is expected to; those of lost ones count until cleaned away."""
         return sum(map(len, self._tables))
 
+    @property
+    def expected(self) -> int:
+        """Expectations, of a block by a replica, that are neither confirmed nor over."""
+        return len(self._expected)
+
     def knows(self, replica_id: str) -> bool:
         """Whether it has followed every change of that replica since a whole one."""
         return replica_id in self._sequences

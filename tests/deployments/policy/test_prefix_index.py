@@ -71,13 +71,15 @@ def test_an_expectation_counts_until_its_time_is_over() -> None:
     index = up("a", "b")
     index.expect(["a", "b"], PROMPT, 5.0)
     assert index.hits(PROMPT) == {"a": 10, "b": 10}
+    assert index.expected == 20
     index.apply("a", CacheChange(2, stored=PROMPT[:4]), 6.0)
+    assert index.expected == 16
     index.expect(["b"], PROMPT[:2], 9.0)
     index.sweep(5.0 + EXPECTATION_S)
     assert index.hits(PROMPT) == {"a": 4, "b": 2}
     index.sweep(9.0 + EXPECTATION_S)
     assert index.hits(PROMPT) == {"a": 4}
-    assert len(index) == 4
+    assert (len(index), index.expected) == (4, 0)
 
 
 def test_an_expectation_does_not_take_away_what_is_cached() -> None:

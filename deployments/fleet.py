@@ -12,8 +12,8 @@ Rows are made anew for the replicas that an event concerns, not for all of them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from deployments.fleet_view import Columns, FleetView, LiveView, ReplicaView, blocks_for
 from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
@@ -61,14 +61,23 @@ class Promise:
         """Prompt tokens that are expected to be computed."""
         return max(1, self.prompt_tokens - self.placement.cached_tokens)
 
-    def blocks_on(self, replica_id: str) -> int:
-        """Blocks taken on a replica: all on its owner; on a helper the prompt's, while prefilling."""
-        if replica_id == self.placement.owner.replica_id:
-            return 0 if self.finished else self.placement.reserved_blocks
-        prefill = self.placement.prefill
-        if prefill is None or prefill.replica_id != replica_id or not self.prefilling:
-            return 0
-        return blocks_for(self.prompt_tokens + 1, prefill.block_size)
+    def takes_on(self, replica_id: str) -> tuple[int, int, int, int]:
+        """What it takes on a replica: places for sessions, blocks, blocks expected at its end, tokens held on the way.
+
+        On its owner to the end; on a helper a place and the prompt's blocks, while prefilling.
+        """
+        placement = self.placement
+        if replica_id == placement.owner.replica_id:
+            if self.finished:
+                return 0, 0, 0, 0
+            output, block_size = int(placement.forecast.output_tokens), placement.owner.block_size
+            expected = placement.reserved_blocks
+            if output:  # else nobody predicted anything
+                expected = min(expected, blocks_for(self.prompt_tokens + output, block_size))
+            return 1, placement.reserved_blocks, expected, self.prompt_tokens + output // 2
+        if placement.prefill is None or not self.prefilling:
+            return 0, 0, 0, 0
+        return 1, blocks_for(self.prompt_tokens + 1, placement.prefill.block_size), 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +91,74 @@ class ReplicaPhase:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
+    """`unknown`: sessions that it lists and the ledger does not know."""
+
     snapshot: ReplicaSnapshot
     at_s: float
+    unknown: int
+
+
+@dataclass(slots=True)
+class _Share:
+    """The promises that concern one replica, and sums over those that are not released.
+
+    `prompts`: those it has yet to prefill, oldest first. `begun_s`: when the first of them began.
+    """
+
+    replica_id: str
+    promises: dict[Key, Promise] = field(default_factory=dict)
+    released: dict[Key, Promise] = field(default_factory=dict)
+    prompts: dict[Key, Promise] = field(default_factory=dict)
+    begun_s: float = 0.0
+    sessions: int = 0
+    blocks: int = 0
+    expected_blocks: int = 0
+    held_tokens: int = 0
+    backlog_tokens: int = 0
+    work_s: float = 0.0
+
+    def put(self, promise: Promise, now_s: float) -> None:
+        """Enter a promise, or bring it up to date."""
+        key = promise.key
+        before = self.promises.get(key)
+        head = next(iter(self.prompts), None)
+        if before is not None:
+            self._add(before, -1)
+        self.promises[key] = promise
+        self._add(promise, 1)
+        if promise.released:
+            self.released[key] = promise
+        if promise.prefilling and promise.prefiller.replica_id == self.replica_id:
+            self.prompts[key] = promise
+        else:
+            self.prompts.pop(key, None)
+        self._notice(head, now_s)
+
+    def remove(self, promise: Promise, now_s: float) -> None:
+        """Take a promise out."""
+        head = next(iter(self.prompts), None)
+        self._add(self.promises.pop(promise.key), -1)
+        self.released.pop(promise.key, None)
+        self.prompts.pop(promise.key, None)
+        self._notice(head, now_s)
+
+    def _notice(self, head: Key | None, now_s: float) -> None:
+        if not self.prompts:
+            self.work_s = 0.0  # sums of seconds drift
+        elif next(iter(self.prompts)) != head:
+            self.begun_s = now_s
+
+    def _add(self, promise: Promise, sign: int) -> None:
+        if promise.released:
+            return
+        sessions, blocks, expected, held = promise.takes_on(self.replica_id)
+        self.sessions += sign * sessions
+        self.blocks += sign * blocks
+        self.expected_blocks += sign * expected
+        self.held_tokens += sign * held
+        if promise.prefilling and promise.prefiller.replica_id == self.replica_id:
+            self.backlog_tokens += sign * promise.uncached_tokens
+            self.work_s += sign * promise.placement.forecast.prefill_s
 
 
 class Fleet:
@@ -115,8 +190,8 @@ class Fleet:
         names: dict[str, int] = {}
         self._columns = {role: Columns(names) for role in Role}
         self._stale_rows: set[str] = set()
-        self._shares: dict[str, dict[Key, Promise]] = {}
-        self._begun_s: dict[str, float] = {}
+        self._shares: dict[str, _Share] = {}
+        self._of_session: dict[str, dict[Key, Promise]] = {}
         self._known: tuple[ReplicaInfo, ...] | None = None
         self._arrivals: dict[str, _Arrival] = {}
         self._shapes: dict[str, ReplicaInfo] = {}
@@ -132,22 +207,24 @@ class Fleet:
         if known is None or known.snapshot.info != snapshot.info:
             self._peers.clear()
             self._known = None
-        self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s)
+        share = self._shares.get(snapshot.replica_id)
+        ours = {session_id for session_id, _ in share.promises} if share else set[str]()
+        unknown = sum(session_id not in ours for session_id in snapshot.sessions)
+        self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s, unknown)
         if snapshot.info is not None:
             self._shapes[snapshot.info.pool] = snapshot.info
         self._stale_rows.add(snapshot.replica_id)
         self._confirm(snapshot, now_s)
         self._take_finished(snapshot, known.snapshot.finished_version if known else 0, now_s)
-        self._drop_released(snapshot.replica_id)
+        self._drop_released(snapshot.replica_id, now_s)
 
     def forget(self, replica_id: str) -> None:
         """A replica is gone. Its promises stay until their sessions are closed."""
         self._arrivals.pop(replica_id, None)
-        self._begun_s.pop(replica_id, None)
         self._peers.clear()
         self._known = None
         self._stale_rows.add(replica_id)
-        self._drop_released(replica_id)
+        self._drop_released(replica_id, 0.0)
 
     def next_epoch(self, session_id: str, now_s: float) -> int:
         """The epoch of a session's next placement: 1, and one more for each attempt after it."""
@@ -160,20 +237,17 @@ class Fleet:
         promise = Promise(placement, prompt_tokens, at_s=now_s, seen_s=now_s)
         if promise.key in self._promises:
             raise ValueError(f"session {promise.key[0]} epoch {promise.key[1]} has a promise already")
-        prefiller = promise.prefiller.replica_id
-        if not any(each.prefilling for each in self._shares.get(prefiller, {}).values()):
-            self._begun_s[prefiller] = now_s
-        self._put(promise)
+        self._put(promise, now_s)
 
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
         """The prompt is computed: it is no backlog any more, and the next one begins. True when that was news."""
         promise = self._promises.get((session_id, epoch))
         if promise is None or not promise.prefilling:
             return False
-        self._prefilled(promise, now_s)
+        self._put(replace(promise, prefilling=False), now_s)
         return True
 
-    def release(self, session_id: str, epoch: int) -> bool:
+    def release(self, session_id: str, epoch: int, now_s: float) -> bool:
         """The session is over; idempotent. True when that was news.
 
         Its blocks still count on a replica whose newest snapshot lists the session: the engine has not freed
@@ -182,15 +256,15 @@ class Fleet:
         promise = self._promises.get((session_id, epoch))
         if promise is None or promise.released:
             return False
-        self._put(replace(promise, released=True, prefilling=False))  # cancelled, perhaps: its prefill counts no more
-        self._drop_released(promise.placement.owner.replica_id)
+        self._put(replace(promise, released=True, prefilling=False), now_s)
+        self._drop_released(promise.placement.owner.replica_id, now_s)
         return True
 
     def expire(self, now_s: float) -> tuple[Promise, ...]:
         """Drop promises that outlived their session or were never taken up, and replicas long silent."""
         expired = tuple(promise for promise in self._promises.values() if self._is_void(promise, now_s))
         for promise in expired:
-            self._remove(promise)
+            self._remove(promise, now_s)
         for replica_id, arrival in list(self._arrivals.items()):
             if now_s - arrival.at_s > self._forget_s:
                 self.forget(replica_id)
@@ -206,7 +280,7 @@ class Fleet:
 
     def promises_of(self, session_id: str) -> tuple[Promise, ...]:
         """The open promises of one session, by epoch: ordinarily one, or none."""
-        return tuple(promise for promise in self.promises() if promise.placement.session_id == session_id)
+        return tuple(each for each in self._of_session.get(session_id, {}).values() if not each.released)
 
     def snapshots(self) -> Mapping[str, ReplicaSnapshot]:
         """The newest snapshot of every replica, by replica id."""
@@ -230,7 +304,7 @@ class Fleet:
     def view(self, now_s: float) -> FleetView:
         """The fleet at this moment by rows, for people."""
         ready = (
-            self._row(arrival.snapshot)
+            self._row(arrival)
             for replica_id, arrival in sorted(self._arrivals.items())
             if self._is_placeable(arrival.snapshot) and self._is_fresh(arrival, now_s)
         )
@@ -282,118 +356,90 @@ class Fleet:
             return
         snapshot, role = arrival.snapshot, arrival.snapshot.info.role
         ready = self._is_placeable(snapshot)
-        self._columns[role].put(self._row(snapshot), ready=ready, seen_s=arrival.at_s)
+        self._columns[role].put(self._row(arrival), ready=ready, seen_s=arrival.at_s)
 
-    def _row(self, snapshot: ReplicaSnapshot) -> ReplicaView:
-        promises = self._shares.get(snapshot.replica_id, {}).values()
-        return _view(snapshot, promises, self._begun_s.get(snapshot.replica_id, 0.0), self._overcommit)
+    def _row(self, arrival: _Arrival) -> ReplicaView:
+        replica_id = arrival.snapshot.replica_id
+        return _view(arrival, self._shares.get(replica_id) or _Share(replica_id), self._overcommit)
 
-    # ---- the ledger: every promise by its key, and by the replicas that it concerns
+    # ---- the ledger: every promise by its key, and by the replicas and the session that it concerns
 
-    def _put(self, promise: Promise) -> None:
+    def _put(self, promise: Promise, now_s: float) -> None:
         self._promises[promise.key] = promise
-        for replica_id in promise.replica_ids:
-            self._shares.setdefault(replica_id, {})[promise.key] = promise
+        self._of_session.setdefault(promise.placement.session_id, {})[promise.key] = promise
+        for replica_id in set(promise.replica_ids):
+            share = self._shares.get(replica_id)
+            if share is None:
+                share = self._shares[replica_id] = _Share(replica_id)
+            share.put(promise, now_s)
             self._stale_rows.add(replica_id)
 
-    def _remove(self, promise: Promise) -> None:
+    def _remove(self, promise: Promise, now_s: float) -> None:
         del self._promises[promise.key]
+        of_session = self._of_session[promise.placement.session_id]
+        del of_session[promise.key]
+        if not of_session:
+            del self._of_session[promise.placement.session_id]
         for replica_id in set(promise.replica_ids):
             share = self._shares[replica_id]
-            del share[promise.key]
-            if not share:
+            share.remove(promise, now_s)
+            if not share.promises:
                 del self._shares[replica_id]
             self._stale_rows.add(replica_id)
 
     def _confirm(self, snapshot: ReplicaSnapshot, now_s: float) -> None:
         share = self._shares.get(snapshot.replica_id)
-        if share:
-            listed = frozenset(snapshot.sessions)
-            late_s = now_s - _SEEN_EVERY_S
-            for promise in [each for key, each in share.items() if each.seen_s <= late_s and key[0] in listed]:
-                self._put(replace(promise, seen_s=now_s))
-
-    def _prefilled(self, promise: Promise, now_s: float) -> None:
-        if promise.prefilling:
-            self._begun_s[promise.prefiller.replica_id] = now_s
-        self._put(replace(promise, prefilling=False))
+        if share is not None:
+            listed, late_s = frozenset(snapshot.sessions), now_s - _SEEN_EVERY_S
+            for promise in [each for key, each in share.promises.items() if each.seen_s <= late_s and key[0] in listed]:
+                self._put(replace(promise, seen_s=now_s), now_s)
 
     def _take_finished(self, snapshot: ReplicaSnapshot, known_version: int, now_s: float) -> None:
         """What ended on a replica since its last snapshot holds nothing there, whoever is yet to close it."""
         news = min(len(snapshot.finished), max(0, snapshot.finished_version - known_version))
         for part in snapshot.finished[len(snapshot.finished) - news :]:
             promise = self._promises.get((part.session_id, part.epoch))
-            if promise is None:
-                continue
-            if promise.placement.owner.replica_id == snapshot.replica_id:
-                promise = replace(promise, finished=True)
-            self._prefilled(promise, now_s)
+            if promise is not None:
+                is_owner = promise.placement.owner.replica_id == snapshot.replica_id
+                self._put(replace(promise, finished=promise.finished or is_owner, prefilling=False), now_s)
 
-    def _drop_released(self, replica_id: str) -> None:
-        for promise in list(self._shares.get(replica_id, {}).values()):
-            if promise.released and not self._is_listed(promise):
-                self._remove(promise)
+    def _drop_released(self, replica_id: str, now_s: float) -> None:
+        share = self._shares.get(replica_id)
+        for promise in list(share.released.values()) if share is not None else ():
+            if not self._is_listed(promise):
+                self._remove(promise, now_s)
 
     def _is_listed(self, promise: Promise) -> bool:
         arrivals = (self._arrivals[replica_id] for replica_id in promise.replica_ids if replica_id in self._arrivals)
         return any(promise.placement.session_id in arrival.snapshot.sessions for arrival in arrivals)
 
 
-def _view(snapshot: ReplicaSnapshot, promises: Collection[Promise], begun_s: float, overcommit: float) -> ReplicaView:
-    """A replica's load: what is promised or what it reports, whichever is more. `begun_s`: its first prompt's prefill.
+def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
+    """A replica's load: what is promised or what it reports, whichever is more.
 
     A session that it lists and the ledger does not know was promised before the session manager restarted.
     Nobody knows any more what it reserved, so what is used then counts on top of what is promised.
     """
-    info = snapshot.info
+    snapshot, info, unknown = arrival.snapshot, arrival.snapshot.info, arrival.unknown
     assert info is not None, "a row is of a replica that has told what it is"
-    here = [promise for promise in promises if _holds(promise, snapshot)]
-    promised = sum(promise.blocks_on(info.replica_id) for promise in here)
-    ours = {promise.placement.session_id for promise in promises}
-    unknown = sum(session_id not in ours for session_id in snapshot.sessions)
+    promised, sessions = share.blocks, share.sessions
+    for promise in share.released.values():  # closed, but the engine has not freed it
+        if not promise.finished and promise.placement.session_id in snapshot.sessions:
+            promised += promise.takes_on(info.replica_id)[1]
+            sessions += 1
     taken = promised + snapshot.used_blocks if unknown else max(promised, snapshot.used_blocks)
+    expected = share.expected_blocks
     capacity = int(info.total_blocks * overcommit) if info.role is Role.DECODE else info.total_blocks
-    prompts = [promise for promise in here if promise.prefilling and promise.prefiller.replica_id == info.replica_id]
-    backlog = sum(promise.uncached_tokens for promise in prompts)
-    work_s, busy_until_s, behind_s = _work(prompts, begun_s)
-    owned = [promise for promise in here if promise.placement.owner.replica_id == info.replica_id]
-    held = sum(promise.prompt_tokens + promise.placement.forecast.output_tokens / 2 for promise in owned)
-    expected = sum(_expected_blocks(promise, info.block_size) for promise in owned)
+    head = next(iter(share.prompts.values()), None)
     return ReplicaView(
         info=info,
         free_blocks=max(0, capacity - taken),
-        sessions=max(len(here) + unknown, snapshot.running + snapshot.waiting),
-        backlog_tokens=max(backlog, snapshot.backlog_tokens) if unknown else backlog,
-        work_s=work_s,
-        busy_until_s=busy_until_s,
-        behind_s=behind_s,
-        unknown_tokens=max(0, snapshot.backlog_tokens - backlog) if unknown else 0,
+        sessions=max(sessions + unknown, snapshot.running + snapshot.waiting),
+        backlog_tokens=max(share.backlog_tokens, snapshot.backlog_tokens) if unknown else share.backlog_tokens,
+        work_s=share.work_s,
+        busy_until_s=share.begun_s + share.work_s if head else 0.0,
+        behind_s=share.work_s - head.placement.forecast.prefill_s if head else 0.0,
+        unknown_tokens=max(0, snapshot.backlog_tokens - share.backlog_tokens) if unknown else 0,
         expected_blocks=expected + snapshot.used_blocks if unknown else max(expected, snapshot.used_blocks),
-        held_tokens=max(held, float(snapshot.running_tokens)),
+        held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
     )
-
-
-def _work(prompts: Sequence[Promise], begun_s: float) -> tuple[float, float, float]:
-    """Seconds of predicted prefill, when the last of it should be over, and the seconds behind the first."""
-    if not prompts:
-        return 0.0, 0.0, 0.0
-    work_s = sum(promise.placement.forecast.prefill_s for promise in prompts)
-    return work_s, begun_s + work_s, work_s - prompts[0].placement.forecast.prefill_s
-
-
-def _expected_blocks(promise: Promise, block_size: int) -> int:
-    """What a session is expected to hold at its end: all of its promise where nobody predicted anything."""
-    output = promise.placement.forecast.output_tokens
-    if not output:
-        return promise.placement.reserved_blocks
-    return min(promise.placement.reserved_blocks, blocks_for(promise.prompt_tokens + int(output), block_size))
-
-
-def _holds(promise: Promise, snapshot: ReplicaSnapshot) -> bool:
-    """Whether a promise takes a place here: on its owner to the end, on a helper while it prefills."""
-    is_owner = promise.placement.owner.replica_id == snapshot.replica_id
-    if promise.finished:
-        return False
-    if promise.released:
-        return promise.placement.session_id in snapshot.sessions
-    return promise.prefilling or is_owner

@@ -182,7 +182,7 @@ class Allocator:
 
     def close(self, session_id: str, epoch: int, outcome: str, now_s: float, output_tokens: int | None = None) -> bool:
         """The session is over; idempotent. True when that was news. `output_tokens`: what an answer came to."""
-        if not self.fleet.release(session_id, epoch):
+        if not self.fleet.release(session_id, epoch, now_s):
             return False
         if session_id not in self.room and not self.fleet.promises_of(session_id):
             session = self._sessions.pop(session_id, None)

@@ -131,9 +131,9 @@ class Cluster:
 def _info(number: int) -> ReplicaInfo:
     role = Role.PREFILL if number % 3 == 0 else Role.DECODE
     pool = "prefill" if role is Role.PREFILL else ("decode-small", "decode-large")[number % 2]
-    blocks = 8192 if pool == "decode-large" else 4096
+    blocks = 262_144 if pool == "decode-large" else 131_072
     name = f"replica-{number:04d}"
-    return ReplicaInfo(name, pool, role, "node", "engine", BLOCK, blocks * 8, 4096, 131_072, (), 2048, 131_072, PRIOR)
+    return ReplicaInfo(name, pool, role, "node", "engine", BLOCK, blocks, 16_384, 131_072, (), 2048, 131_072, PRIOR)
 
 
 def measure(cluster: Cluster, decisions: int) -> dict[str, float]:

@@ -90,9 +90,9 @@ def test_a_prefill_replica_carries_the_prompt_until_the_prefill_is_done(fleet: F
 def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Fleet) -> None:
     before = fleet.view(0.0)
     fleet.promise(split("a", 30), 160, 0.0)
-    assert not fleet.release("a", 2)
-    assert fleet.release("a", 1)
-    assert not fleet.release("a", 1)
+    assert not fleet.release("a", 2, 0.0)
+    assert fleet.release("a", 1, 0.0)
+    assert not fleet.release("a", 1, 0.0)
     assert fleet.view(0.0) == before
     assert fleet.promises() == ()
 
@@ -100,7 +100,7 @@ def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Flee
 def test_released_blocks_count_until_the_engine_has_freed_them(fleet: Fleet) -> None:
     fleet.promise(split("a", 30), 160, 0.0)
     fleet.update(snapshot(D0, 2, used_blocks=5, sessions=("a",)), 0.1)
-    fleet.release("a", 1)
+    fleet.release("a", 1, 0.0)
     assert fleet.promises() == ()
     assert seen(fleet, "d0").free_blocks == 70
     fleet.update(snapshot(D0, 3), 0.2)
@@ -110,7 +110,7 @@ def test_released_blocks_count_until_the_engine_has_freed_them(fleet: Fleet) -> 
 def test_a_released_session_that_only_prefill_still_lists_holds_nothing_on_decode(fleet: Fleet) -> None:
     fleet.promise(split("a", 30), 160, 0.0)
     fleet.update(snapshot(P0, 2, used_blocks=10, sessions=("a",)), 0.1)
-    fleet.release("a", 1)
+    fleet.release("a", 1, 0.0)
     assert seen(fleet, "d0").free_blocks == 100
     assert seen(fleet, "p0").free_blocks == 90
 

@@ -113,7 +113,7 @@ def test_under_load_unlike_pools_fill_side_by_side_and_a_big_prompt_goes_to_the_
     assert "s0" in owners[:12]
     assert isinstance(place(ask(), fleet.view(0.0), SETTINGS), Queue)
     for number in range(50):
-        fleet.release(str(number), 1)
+        fleet.release(str(number), 1, 0.0)
     assert placed(ask(3000, 1000), fleet.view(0.0)).owner.replica_id == "l0"
 
 

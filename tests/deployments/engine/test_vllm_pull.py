@@ -23,9 +23,11 @@ from configs.schema import (
     VllmEngineConfig,
 )
 from deployments.engine.build import environment
-from deployments.messages import Mode, SessionReport, SessionTask
+from deployments.engine.protocol import Step
+from deployments.messages import Mode, SessionReport, SessionTask, StepSample
 from tests.deployments.in_process import PREFILL, SMALL, until
 from tests.deployments.real_engines import RealEngines
+from transfer.blocks import chained_hashes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 ENGINE = VllmEngineConfig(kv_cache_memory_bytes=512 << 20, max_num_batched_tokens=256)
@@ -74,6 +76,43 @@ async def test_decode_pulls_the_prompt_and_computes_none_of_it(cluster: RealEngi
     assert prefill["computed_tokens"] - before[0]["computed_tokens"] == 200
     assert decode["computed_tokens"] == before[1]["computed_tokens"]
     assert decode["loaded_tokens"] - before[1]["loaded_tokens"] == 200
+
+
+async def test_both_sides_tell_what_their_steps_computed(cluster: RealEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, list[StepSample]] = {}
+
+    def listen(replica_id: str) -> None:
+        replica = cluster.replicas[replica_id]
+        take = replica._take
+
+        def taken(step: Step) -> None:
+            told.setdefault(replica_id, []).extend(step.steps)
+            take(step)
+
+        monkeypatch.setattr(replica, "_take", taken)
+
+    listen(PREFILL)
+    listen(SMALL)
+    await cluster.answer(prompt(200), max_tokens=3)
+    await cluster.all_is_free()
+    prefill, decode = told[PREFILL], told[SMALL]
+    assert [sum(step.prefill_tokens for step in steps) for steps in (prefill, decode)] == [200, 0]
+    assert sum(step.prefill_context for step in prefill) == sum(range(200))
+    assert [step.decode_context for step in decode] == [200, 201, 202], "the prompt's last position, then the answer's"
+
+
+async def test_the_manager_learns_what_both_sides_cache(cluster: RealEngines) -> None:
+    asked = prompt(300)
+    await cluster.answer(asked, max_tokens=3)
+    index = cluster.manager._allocator.index
+
+    async def is_confirmed() -> bool:
+        return not index.expected
+
+    await until(is_confirmed)
+    assert index.hits(chained_hashes(asked, ENGINE.block_size)) == {PREFILL: 2, SMALL: 2}
+    assert index.knows(PREFILL)
+    assert index.knows(SMALL)
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,12 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 from configs.schema import PlacementConfig
 from load_tests.machine import conditions
-from load_tests.simulator.experiment import CHAT, LONG_CHAT, MADE, Experiment, load_trace, perform
+from load_tests.simulator.experiment import MADE, Experiment, classes_of, load_trace, perform
 from load_tests.simulator.traces import TraceError
 from load_tests.simulator.verdict import OURS, TWOFOLD, compare, knee, peak_load
 
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "processes": options.processes,
         "seed": options.seed,
-        "objectives": {"mooncake": _objectives(LONG_CHAT), "others": _objectives(CHAT)},
+        "objectives": {name: [asdict(each) for each in classes_of(name)] for name in options.traces},
     }
     return {"runs": rows + late, "summary": summary, "conditions": before | settings}
 
@@ -136,10 +136,6 @@ def _ingress8(rows: Sequence[dict[str, Any]], late: Sequence[dict[str, Any]]) ->
     one = next(r for r in rows if r["policy"] == OURS and r["admission"] and r["load"] == many["load"])
     ratio = round(many["goodput"] / one["goodput"], 4) if one["goodput"] else None
     return {"ingress8": {"goodput": many["goodput"], "ratio": ratio, "preemptions": many["preemptions"]}}
-
-
-def _objectives(objectives: Any) -> dict[str, float]:
-    return {"ttft_s": objectives.ttft_s, "tpot_s": objectives.tpot_s}
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from configs.schema import BatonConfig
 from deployments.messages import ReplicaInfo, Role
 from load_tests.simulator.links import Nic
-from load_tests.simulator.metrics import Objectives
+from load_tests.simulator.metrics import Classes
 from load_tests.simulator.profiles import Cluster, Pool
 from load_tests.simulator.replica import Replica
 from load_tests.simulator.reporting import Reporter
@@ -28,7 +28,7 @@ class Options:
     ingresses: int = 1
     snapshot_interval_s: float = 0.1
     snapshot_delay_s: float = 0.0
-    quiet_s: float = 0.5
+    quiet_s: float = 1.0
     queue_timeout_s: float = 30.0
     max_queued_requests: int = 1024
     seed: int = 0
@@ -47,8 +47,8 @@ class Node:
     scheduled_s: float = -1.0
 
 
-def configuration(cluster: Cluster, block_tokens: int, objectives: Objectives, options: Options) -> BatonConfig:
-    """The application that would run this fleet, with one priority class that has the objectives."""
+def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options: Options) -> BatonConfig:
+    """The application that would run this fleet for these classes."""
     return BatonConfig.model_validate(
         {
             "model": {"max_model_len": cluster.max_model_len},
@@ -62,7 +62,8 @@ def configuration(cluster: Cluster, block_tokens: int, objectives: Objectives, o
                 "queue_timeout_s": options.queue_timeout_s,
                 "max_queued_requests": options.max_queued_requests,
                 "snapshot_interval_s": options.snapshot_interval_s,
-                "classes": {"default": {"ttft_s": objectives.ttft_s, "tpot_s": objectives.tpot_s}},
+                "classes": {each.name: {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s} for each in classes},
+                "default_class": classes[0].name,
             },
         }
     )

@@ -89,6 +89,11 @@ class Reports:
     ) -> None:
         self._groups = [nodes[group::GROUPS] for group in range(GROUPS)]
         self._ingresses, self._calendar, self._options = ingresses, calendar, options
+        self._is_over = False
+
+    def end(self) -> None:
+        """There is nothing left to decide: nobody needs to know any more."""
+        self._is_over = True
 
     def begin(self, at_s: float) -> None:
         """All report once, known at once; then in their turns from `at_s` on."""
@@ -97,13 +102,15 @@ class Reports:
             self._calendar.at(at_s + number / GROUPS * self._options.snapshot_interval_s, self._tick, group)
 
     def _tick(self, group: Sequence[Node]) -> None:
+        if self._is_over:
+            return
         now_s, options = self._calendar.now_s, self._options
         self._calendar.at(now_s + options.snapshot_interval_s, self._tick, group)
-        reporters = [node.reporter for node in group]
+        quiet_since_s = now_s - options.quiet_s
         snapshots = [
-            reporter.snapshot(now_s)
-            for reporter in reporters
-            if reporter.changed or now_s - reporter.reported_s >= options.quiet_s
+            node.reporter.snapshot(now_s)
+            for node in group
+            if node.reporter.changed or node.reporter.reported_s <= quiet_since_s
         ]
         if snapshots and options.snapshot_delay_s:
             self._calendar.at(now_s + options.snapshot_delay_s, self._deliver, snapshots)

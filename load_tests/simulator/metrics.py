@@ -12,10 +12,27 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """A request is good when its first token came within `ttft_s`, and the others every `tpot_s` on average."""
+    """A priority class: prompts of up to `most_prompt_tokens` ask for it, none: any that no class before it takes.
 
+    A request is good when its first token came within `ttft_s`, and the others every `tpot_s` on average.
+    """
+
+    name: str
     ttft_s: float
     tpot_s: float
+    most_prompt_tokens: int | None = None
+
+
+Classes = tuple[Objectives, ...]
+"""By prompt length, the shortest first; the last takes what is left."""
+
+
+def class_of(classes: Classes, prompt_tokens: int) -> Objectives:
+    """The class that a prompt asks for."""
+    for each in classes[:-1]:
+        if each.most_prompt_tokens is None or prompt_tokens <= each.most_prompt_tokens:
+            return each
+    return classes[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +50,13 @@ class Record:
     pool: str = ""
     mode: str = ""
 
-    def meets(self, objectives: Objectives) -> bool:
-        """Served, and within both objectives."""
+    def meets(self, classes: Classes) -> bool:
+        """Served, and within both objectives of its class."""
+        objectives = class_of(classes, self.prompt_tokens)
         return not self.refused and self.ttft_s <= objectives.ttft_s and self.tpot_s <= objectives.tpot_s
 
 
-def summarise(records: Sequence[Record], objectives: Objectives, warmup_share: float = 0.2) -> dict[str, Any]:
+def summarise(records: Sequence[Record], classes: Classes, warmup_share: float = 0.2) -> dict[str, Any]:
     """Figures over the requests that arrived after the first `warmup_share` of the time; goodput is per second of it.
 
     Percentiles are over the served ones, 0.0 where there are none.
@@ -53,7 +71,7 @@ def summarise(records: Sequence[Record], objectives: Objectives, warmup_share: f
     blocks = sum(record.prompt_blocks for record in served)
     return {
         "offered": _rounded(len(counted) / length_s),
-        "goodput": _rounded(sum(record.meets(objectives) for record in counted) / length_s),
+        "goodput": _rounded(sum(record.meets(classes) for record in counted) / length_s),
         **_percentiles("ttft", [record.ttft_s for record in served]),
         **_percentiles("tpot", [record.tpot_s for record in served if record.output_tokens > 1]),
         "hit_rate": _rounded(sum(record.cached_blocks for record in served) / blocks if blocks else 0.0),

@@ -19,7 +19,7 @@ from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options, configuration, nodes
 from load_tests.simulator.ingress import Allocating, Ingress, Reports
 from load_tests.simulator.links import landed_s
-from load_tests.simulator.metrics import Objectives, Record
+from load_tests.simulator.metrics import Classes, Record, class_of
 from load_tests.simulator.profiles import Cluster
 from load_tests.simulator.steps import Chunk
 from load_tests.simulator.traces import Trace, TraceRequest
@@ -74,23 +74,24 @@ class Simulation:
         self,
         cluster: Cluster,
         trace: Trace,
-        objectives: Objectives,
+        classes: Classes,
         options: Options,
         make_allocator: Callable[[BatonConfig, random.Random], Allocating],
     ) -> None:
         rng = random.Random(options.seed)
         self.nodes = nodes(cluster, trace.block_tokens, rng)
-        config = configuration(cluster, trace.block_tokens, objectives, options)
+        config = configuration(cluster, trace.block_tokens, classes, options)
         self._calendar = Calendar()
         self._ingresses = [
             Ingress(make_allocator(config, random.Random(rng.random())), self._calendar, self._answered)
             for _ in range(options.ingresses)
         ]
         self._reports = Reports(tuple(self.nodes.values()), self._ingresses, self._calendar, options)
-        self._trace, self._hop_s = trace, cluster.hop_s
+        self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
         self._begin_s = options.snapshot_delay_s + 1e-3
         self._sessions: dict[str, _Session] = {}
         self._records: dict[str, Record] = {}
+        self._unanswered = len(trace.requests)
 
     def run(self) -> Result:
         """Until every request is served or refused. Raises SimulationError when that does not come to an end."""
@@ -117,13 +118,27 @@ class Simulation:
         requests = self._trace.requests
         if index + 1 < len(requests):
             self._calendar.at(self._begin_s + requests[index + 1].at_s, self._arrive, index + 1)
-        self._ingress(index).open(_session_request(str(index), requests[index]))
+        self._ingress(index).open(self._request(str(index), requests[index]))
+
+    def _request(self, session_id: str, request: TraceRequest) -> SessionRequest:
+        return SessionRequest(
+            session_id,
+            request.prompt_tokens,
+            request.max_tokens,
+            hashes=request.hashes,
+            priority=class_of(self._classes, request.prompt_tokens).name,
+            client=request.client,
+            chat=True,
+        )
 
     def _ingress(self, index: int) -> Ingress:
         return self._ingresses[index % len(self._ingresses)]
 
     def _answered(self, session_id: str, answer: Admit | Reject) -> None:
         request = self._trace.requests[int(session_id)]
+        self._unanswered -= 1
+        if not self._unanswered:
+            self._reports.end()
         if isinstance(answer, Admit):
             session = self._placed(request, self._ingress(int(session_id)), answer.placement)
             self._sessions[session_id] = session
@@ -237,14 +252,3 @@ class Simulation:
         if session_id in self._records:
             raise SimulationError(f"session {session_id} ended twice")
         self._records[session_id] = record
-
-
-def _session_request(session_id: str, request: TraceRequest) -> SessionRequest:
-    return SessionRequest(
-        session_id,
-        request.prompt_tokens,
-        request.max_tokens,
-        hashes=request.hashes,
-        client=request.client,
-        chat=True,
-    )

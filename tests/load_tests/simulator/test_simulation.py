@@ -11,12 +11,12 @@ from configs.schema import BatonConfig
 from deployments.policy.allocator import Allocator
 from load_tests.simulator import synthetic
 from load_tests.simulator.cluster import Options
-from load_tests.simulator.metrics import Objectives, Record, summarise
+from load_tests.simulator.metrics import Classes, Objectives, Record, summarise
 from load_tests.simulator.profiles import Cluster, Pool, heterogeneous
 from load_tests.simulator.simulation import Result, Simulation
 from load_tests.simulator.traces import Trace, TraceRequest
 
-LOOSE = Objectives(ttft_s=60.0, tpot_s=10.0)
+LOOSE: Classes = (Objectives("any", ttft_s=60.0, tpot_s=10.0),)
 SHORT = synthetic.Lengths(400, 1.0, least=16, most=4000)
 POLICIES = (
     "joint",
@@ -33,9 +33,9 @@ def allocator(config: BatonConfig, rng: random.Random) -> Allocator:
     return Allocator(config, rng)
 
 
-def simulate(trace: Trace, cluster: Cluster | None = None, objectives: Objectives = LOOSE, **options: object) -> Result:
+def simulate(trace: Trace, cluster: Cluster | None = None, classes: Classes = LOOSE, **options: object) -> Result:
     chosen = replace(Options(), **options)  # type: ignore[arg-type]
-    return Simulation(cluster or heterogeneous(6), trace, objectives, chosen, allocator).run()
+    return Simulation(cluster or heterogeneous(6), trace, classes, chosen, allocator).run()
 
 
 def starved(cluster: Cluster, tokens: int) -> Cluster:
@@ -121,19 +121,20 @@ def test_a_request_that_no_replica_can_hold_is_refused() -> None:
 
 
 def test_figures_count_what_met_both_objectives_after_the_warm_up() -> None:
-    goals = Objectives(ttft_s=1.0, tpot_s=0.1)
+    goals = (Objectives("short", 1.0, 0.1, most_prompt_tokens=100), Objectives("long", 2.0, 0.1))
     good = Record(2.0, 100, 10, ttft_s=0.5, tpot_s=0.05, cached_blocks=1, prompt_blocks=4, pool="a")
     records = [
         replace(good, at_s=1.0, ttft_s=9.0),  # warm-up
         good,
         replace(good, at_s=4.0, ttft_s=1.5),
         replace(good, at_s=6.0, tpot_s=0.2, pool="b"),
+        replace(good, at_s=8.0, ttft_s=1.5, prompt_tokens=200),  # long ones may take longer
         replace(good, at_s=10.0, refused="predicted_ttft"),
     ]
     figures = summarise(records, goals)
-    assert (figures["counted"], figures["refused"]) == (4, 1)
-    assert figures["offered"] == pytest.approx(4 / 8)
-    assert figures["goodput"] == pytest.approx(1 / 8)
+    assert (figures["counted"], figures["refused"]) == (5, 1)
+    assert figures["offered"] == pytest.approx(5 / 8)
+    assert figures["goodput"] == pytest.approx(2 / 8)
     assert figures["hit_rate"] == 0.25
-    assert figures["pool_share"] == {"a": pytest.approx(2 / 3, abs=1e-3), "b": pytest.approx(1 / 3, abs=1e-3)}
+    assert figures["pool_share"] == {"a": 0.75, "b": 0.25}
     assert figures["refusals"] == {"predicted_ttft": 1}

@@ -303,7 +303,7 @@ def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None
         raise ValueError(f"{pool}: engine.block_size must be a power of two, not {engine.block_size}")
     if engine.max_model_len is not None and engine.max_model_len > max_model_len:
         raise ValueError(f"{pool}: engine.max_model_len {engine.max_model_len} is over the model's {max_model_len}")
-    ours = {"kv_transfer_config", "model", "dtype", "enable_prefix_caching", "worker_extension_cls"}
+    ours = {"kv_transfer_config", "kv_events_config", "model", "dtype", "enable_prefix_caching", "worker_extension_cls"}
     owned = ours | {"distributed_executor_backend"} | VllmEngineConfig.model_fields.keys()
     if taken := owned & engine.engine_args.keys():
         raise ValueError(f"{pool}: engine.engine_args may not set {sorted(taken)}: Baton sets them")

@@ -11,6 +11,7 @@ Rows are made anew for the replicas that an event concerns, not for all of them.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -102,7 +103,8 @@ class _Arrival:
 class _Share:
     """The promises that concern one replica, and sums over those that are not released.
 
-    `prompts`: those it has yet to prefill, oldest first. `begun_s`: when the first of them began.
+    `prompts`: those it has yet to prefill, oldest first. `begun_s`: when the first began. `confirmed_s`: when the
+    replica's sessions were last compared with its promises.
     """
 
     replica_id: str
@@ -110,6 +112,7 @@ class _Share:
     released: dict[Key, Promise] = field(default_factory=dict)
     prompts: dict[Key, Promise] = field(default_factory=dict)
     begun_s: float = 0.0
+    confirmed_s: float = -math.inf
     sessions: int = 0
     blocks: int = 0
     expected_blocks: int = 0
@@ -208,7 +211,7 @@ class Fleet:
             self._peers.clear()
             self._known = None
         share = self._shares.get(snapshot.replica_id)
-        ours = {session_id for session_id, _ in share.promises} if share else set[str]()
+        ours = {session_id for session_id, _ in share.promises} if share and snapshot.sessions else set[str]()
         unknown = sum(session_id not in ours for session_id in snapshot.sessions)
         self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s, unknown)
         if snapshot.info is not None:
@@ -389,10 +392,11 @@ class Fleet:
 
     def _confirm(self, snapshot: ReplicaSnapshot, now_s: float) -> None:
         share = self._shares.get(snapshot.replica_id)
-        if share is not None:
-            listed, late_s = frozenset(snapshot.sessions), now_s - _SEEN_EVERY_S
-            for promise in [each for key, each in share.promises.items() if each.seen_s <= late_s and key[0] in listed]:
-                self._put(replace(promise, seen_s=now_s), now_s)
+        if share is None or now_s - share.confirmed_s < _SEEN_EVERY_S:
+            return
+        share.confirmed_s, listed = now_s, frozenset(snapshot.sessions)
+        for promise in [each for key, each in share.promises.items() if key[0] in listed]:
+            self._put(replace(promise, seen_s=now_s), now_s)
 
     def _take_finished(self, snapshot: ReplicaSnapshot, known_version: int, now_s: float) -> None:
         """What ended on a replica since its last snapshot holds nothing there, whoever is yet to close it."""

@@ -47,6 +47,9 @@ class ReplicaView:
     held_tokens: float = 0.0
 
 
+CHUNK_TOKENS = 2048
+"""Prompt tokens in a step, where a replica does not say."""
+
 SHAPE = ("total_blocks", "block_size", "max_sessions", "max_model_len", "chunk_tokens", "kv_bytes_per_token")
 LOAD = (
     "free_blocks",
@@ -76,7 +79,7 @@ class Columns:
         self.seen_s: Numbers = np.zeros(capacity)
         self.pool: Codes = np.zeros(capacity, np.int64)
         self.fingerprint: Codes = np.zeros(capacity, np.int64)
-        self.numbers: dict[str, Numbers] = {name: np.zeros(capacity) for name in (*SHAPE, *LOAD)}
+        self.numbers: dict[str, Numbers] = {name: _blank(name, capacity) for name in (*SHAPE, *LOAD)}
         self._spare: list[int] = []
 
     def __getitem__(self, name: str) -> Numbers:
@@ -93,6 +96,7 @@ class Columns:
             self.fingerprint[row] = self.code(view.info.fingerprint)
             for name in SHAPE:
                 self.numbers[name][row] = getattr(view.info, name)
+            self.numbers["chunk_tokens"][row] = view.info.chunk_tokens or CHUNK_TOKENS
         self.ready[row], self.seen_s[row] = ready, seen_s
         for name in LOAD:
             self.numbers[name][row] = getattr(view, name)
@@ -153,7 +157,12 @@ class Columns:
             np.concatenate([array, np.zeros(size, array.dtype)])
             for array in (self.ready, self.seen_s, self.pool, self.fingerprint)
         )
-        self.numbers = {name: np.concatenate([column, np.zeros(size)]) for name, column in self.numbers.items()}
+        self.numbers = {name: np.concatenate([column, _blank(name, size)]) for name, column in self.numbers.items()}
+
+
+def _blank(name: str, size: int) -> Numbers:
+    """Rows without a replica. What others are divided by is 1 there."""
+    return np.ones(size) if name in ("block_size", "total_blocks", "chunk_tokens") else np.zeros(size)
 
 
 class View(Protocol):

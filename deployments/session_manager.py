@@ -49,7 +49,7 @@ class SessionManager:
 
         A placement must be closed, whatever becomes of the session; until then its blocks are reserved.
         Opening the session again gives it a new epoch. A cancelled caller leaves nothing behind. Raises
-        ValueError when the session is waiting already, or allows no mode; UnknownClass when there is no such class.
+        ValueError when the session is waiting already, or allows no mode.
         """
         decision = self._allocator.open(request, self._clock())
         if decision is None:

@@ -7,7 +7,6 @@ arguments.
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from deployments.messages import (
     StepSample,
 )
 from deployments.policy.admission import WaitingRoom
+from deployments.policy.chance import Chance
 from deployments.policy.classes import PriorityClasses
 from deployments.policy.latency import Coefficients, StepModel
 from deployments.policy.length import LengthPredictor
@@ -92,7 +92,7 @@ class _Pass:
 class Allocator:
     """`rng` decides between equals. A pool's times start from what its first replica says of its hardware."""
 
-    def __init__(self, config: BatonConfig, rng: random.Random) -> None:
+    def __init__(self, config: BatonConfig, rng: Chance) -> None:
         placement = config.placement
         self._config, self._rng = placement, rng
         self._settings = settings_of(config)
@@ -121,13 +121,14 @@ class Allocator:
         """Place a session, refuse it, or let it wait (None): its answer is then among `answers`.
 
         What is placed must be closed. Opening a session again gives it a new epoch. Raises ValueError when the
-        session is waiting already or allows no mode, UnknownClass when its class does not exist.
+        session is waiting already or allows no mode.
         """
         if not request.allowed:
             raise ValueError(f"session {request.session_id} allows no mode")
         if request.session_id in self.room:
             raise ValueError(f"session {request.session_id} is waiting already")
-        self._classes.resolve(request.priority)
+        if wrong := self._classes.refusal(request.priority):
+            return wrong
         if request.session_id in self._left:
             return Reject(CLOSED)
         session = _Session(request, self._knowledge(request), now_s)
@@ -195,9 +196,12 @@ class Allocator:
     def report(self, snapshot: ReplicaSnapshot, now_s: float) -> bool:
         """Take a replica's snapshot. True when its prefix cache must be told whole: something was missed."""
         self.fleet.update(snapshot, now_s)
-        if snapshot.info is not None:
-            self._learn(snapshot.info, snapshot.steps)
-        return snapshot.cache is not None and not self.index.apply(snapshot.replica_id, snapshot.cache, now_s)
+        if snapshot.cache is not None:
+            self.index.apply(snapshot.replica_id, snapshot.cache, now_s)
+        if snapshot.info is None:
+            return False
+        self._learn(snapshot.info, snapshot.steps)
+        return not self.index.knows(snapshot.replica_id)
 
     def _learn(self, info: ReplicaInfo, steps: Sequence[StepSample]) -> None:
         model = self.models.get(info.pool)
@@ -272,12 +276,13 @@ class Allocator:
     def _too_late(self, session: _Session, now_s: float) -> Reject | None:
         """Early refusal of one who would wait behind others for longer than its class allows."""
         priority = self._classes.resolve(session.request.priority)
-        wait_s = self._flow.wait_s(len(self.room))
+        ahead = self.room.ahead_of(session.request)
+        wait_s = self._flow.wait_s(ahead)
         limit_s = UNBOUNDED if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s
         if not self._config.admission or wait_s <= limit_s:
             return None
         reason = (
-            f"predicted wait {wait_s:.1f} s behind {len(self.room)} others, over the {priority.ttft_s:g} s TTFT of "
+            f"predicted wait {wait_s:.1f} s behind {ahead} others, over the {priority.ttft_s:g} s TTFT of "
             f"class {priority.name}"
         )
         return Reject(reason, min(max(wait_s, 1.0), self._config.queue_timeout_s), code="predicted_ttft")

@@ -7,8 +7,6 @@ side are found by columns and only those are paired.
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 
 from deployments.fleet_view import Codes, Flags, Numbers
@@ -29,49 +27,67 @@ class Joint:
 
     def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
         decode, prefill = here.columns(Role.DECODE), here.columns(Role.PREFILL)
-        best: list[tuple[float, int, int]] = []
-        decode_s, prefill_s = _decode_s(here, Role.DECODE), _first_token_s(here, Role.PREFILL)
-        for engine in np.unique(decode.fingerprint[owners]):
+        best: Choice | None = None
+        for engine in set(decode.fingerprint[owners].tolist()):
             there = np.flatnonzero(owners & (decode.fingerprint == engine))
-            here_too = np.flatnonzero(helpers & (prefill.fingerprint == engine))
-            if here_too.size:
-                best += _paired(here, _least(decode_s, there), _least(prefill_s, here_too), decode_s, prefill_s)
-        if not best:
-            return None
-        cost_s, owner, helper = _pick(here, best)
-        return Choice(owner, helper, cost_s)
+            matching = np.flatnonzero(helpers & (prefill.fingerprint == engine))
+            if matching.size:
+                choice = _best_pair(here, there, matching)
+                best = choice if best is None or choice.cost_s < best.cost_s else best
+        return best
 
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
         """Prefill beside the running requests makes every one of them wait for it."""
         weights, columns = here.settings.weights, here.columns(role)
         cost_s = _decode_s(here, role) + _first_token_s(here, role)
-        cost_s = cost_s + weights.others * columns["sessions"] * here.outlook(role).prefill_s()
-        rows = _least(cost_s, np.flatnonzero(owners))
-        best_s, owner, _ = _pick(here, [(float(cost_s[row]), int(row), -1) for row in rows], role)
-        return Choice(owner, None, best_s)
+        cost_s = cost_s + weights.others * columns["sessions"] * here.outlook(role).prefill_s
+        rows = np.flatnonzero(owners)
+        at = _pick(here, cost_s[rows], columns["free_blocks"][rows])
+        return Choice(int(rows[at]), None, float(cost_s[rows[at]]))
+
+
+def _best_pair(here: Field, owners: Codes, helpers: Codes) -> Choice:
+    decode_s, prefill_s = _decode_s(here, Role.DECODE), _first_token_s(here, Role.PREFILL)
+    owners, helpers = _least(decode_s, owners), _least(prefill_s, helpers)
+    cost_s = decode_s[owners, None] + prefill_s[helpers]
+    if here.knowledge.link_bytes_per_s:
+        moving_s = here.outlook(Role.DECODE).kv_bytes[owners, None] / here.knowledge.link_bytes_per_s
+        hidden_s = here.outlook(Role.PREFILL).prefill_s[helpers]
+        cost_s = cost_s + here.settings.weights.ttft * np.maximum(moving_s - hidden_s, 0.0)
+    free = np.repeat(here.columns(Role.DECODE)["free_blocks"][owners], helpers.size)
+    at = _pick(here, cost_s.ravel(), free)
+    return Choice(int(owners[at // helpers.size]), int(helpers[at % helpers.size]), float(cost_s.flat[at]))
 
 
 def _first_token_s(here: Field, role: Role) -> Numbers:
     """What it costs to have the prompt computed on each replica."""
     weights, outlook = here.settings.weights, here.outlook(role)
-    ttft_s = outlook.queue_s() + outlook.prefill_s()
+    ttft_s = outlook.queue_s + outlook.prefill_s
     late_s = np.maximum(ttft_s - here.objectives[0], 0.0)
     return weights.ttft * ttft_s + weights.late * late_s - _pin(here, role)
 
 
 def _decode_s(here: Field, role: Role) -> Numbers:
+    if role not in here.decode_s:
+        here.decode_s[role] = _find_decode_s(here, role)
+    return here.decode_s[role]
+
+
+def _find_decode_s(here: Field, role: Role) -> Numbers:
     """What it costs to have the answer written on each replica: to this request, to the others, and in memory."""
     weights, outlook, columns = here.settings.weights, here.outlook(role), here.columns(role)
-    steps, step_s = max(here.knowledge.output_tokens, 1.0), outlook.step_s()
+    steps, step_s = max(here.knowledge.output_tokens, 1.0), outlook.step_s
     late_s = np.maximum(step_s - here.objectives[1], 0.0)
-    others = weights.others * columns["sessions"] * outlook.added_step_s()
-    fill = np.clip(outlook.fill(), 0.0, FULL)
+    others = weights.others * columns["sessions"] * outlook.added_step_s
+    fill = np.clip(outlook.fill, 0.0, FULL)
     barrier = weights.memory_s * fill / (1.0 - fill)
     cost_s: Numbers = steps * (weights.decode * step_s + others + weights.late * late_s) + barrier - _pin(here, role)
     return cost_s
 
 
-def _pin(here: Field, role: Role) -> Numbers:
+def _pin(here: Field, role: Role) -> Numbers | float:
+    if not here.knowledge.pinned:
+        return 0.0
     columns = here.columns(role)
     return columns.by_row(dict.fromkeys(here.knowledge.pinned, here.settings.weights.pin_s))
 
@@ -83,28 +99,11 @@ def _least(cost_s: Numbers, rows: Codes) -> Codes:
     return rows[np.argpartition(cost_s[rows], CANDIDATES)[:CANDIDATES]]
 
 
-def _paired(
-    here: Field, owners: Codes, helpers: Codes, decode_s: Numbers, prefill_s: Numbers
-) -> list[tuple[float, int, int]]:
-    """The near-equal best of all pairs of these rows, each with its cost."""
-    weights, cost_s = here.settings.weights, decode_s[owners, None] + prefill_s[helpers]
-    if here.knowledge.link_bytes_per_s:
-        moving_s = here.outlook(Role.DECODE).kv_bytes()[owners, None] / here.knowledge.link_bytes_per_s
-        cost_s = cost_s + weights.ttft * np.maximum(moving_s - here.outlook(Role.PREFILL).prefill_s()[helpers], 0.0)
-    near = np.argwhere(cost_s <= _limit_s(here, float(cost_s.min())))
-    return [(float(cost_s[i, j]), int(owners[i]), int(helpers[j])) for i, j in near]
-
-
-def _limit_s(here: Field, best_s: float) -> float:
-    return best_s + near_s(best_s, here.settings.weights)
-
-
-def _pick(here: Field, candidates: list[tuple[float, int, int]], role: Role = Role.DECODE) -> tuple[float, int, int]:
-    """One of the near-equals of these (cost, owner, helper)."""
-    limit_s = _limit_s(here, min(cost_s for cost_s, _, _ in candidates))
-    near = [candidate for candidate in candidates if candidate[0] <= limit_s]
-    return _weighed(here.rng, near, here.columns(role)["free_blocks"]) if len(near) > 1 else near[0]
-
-
-def _weighed(rng: random.Random, near: list[tuple[float, int, int]], free_blocks: Numbers) -> tuple[float, int, int]:
-    return rng.choices(near, [float(free_blocks[owner]) for _, owner, _ in near])[0]
+def _pick(here: Field, cost_s: Numbers, free_blocks: Numbers) -> int:
+    """The place of one of those that cost least, or nearly: by chance, in proportion to free blocks."""
+    least_s = float(cost_s.min())
+    near = np.flatnonzero(cost_s <= least_s + near_s(least_s, here.settings.weights))
+    if near.size == 1:
+        return int(near[0])
+    up_to = np.cumsum(free_blocks[near] + 1.0)
+    return int(near[np.searchsorted(up_to, here.rng.random() * up_to[-1], side="right")])

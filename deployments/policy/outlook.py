@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -12,9 +13,6 @@ from deployments.messages import SessionRequest
 
 BASE, PREFILL_TOKEN, PREFILL_CONTEXT, SEQUENCE, CONTEXT = range(5)
 """Columns of `Knowledge.coefficients`: what a step takes, and each prompt token, sequence, and token before them."""
-
-UNLIMITED_CHUNK = 2048
-"""Prompt tokens in a step, where a replica does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,43 +59,54 @@ class Outlook:
         for pool, numbers in knowledge.coefficients.items():
             if pool in columns.names:
                 table[columns.names[pool]] = numbers
-        self._per_row = table[columns.pool].T
+        self._per_row: Numbers = table.T[:, columns.pool]
         hits = columns.by_row(knowledge.hits) * columns["block_size"]
         # A prompt that is cached whole is still computed at its last position, and so is that position's block.
         self.cached_tokens: Numbers = np.minimum(hits, max(0, request.prompt_tokens - 1))
 
+    @cached_property
     def queue_s(self) -> Numbers:
         """Until what was promised before is prefilled: by the clock, and no less than what waits behind the first."""
         columns = self.columns
         ahead = np.maximum(columns["busy_until_s"] - self.now_s, columns["behind_s"])
-        return np.maximum(ahead, 0.0) + columns["unknown_tokens"] * self._per_row[PREFILL_TOKEN]
+        seconds: Numbers = np.maximum(ahead, 0.0) + columns["unknown_tokens"] * self._per_row[PREFILL_TOKEN]
+        return seconds
 
+    @cached_property
     def prefill_s(self) -> Numbers:
         """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
         per_row, cached = self._per_row, self.cached_tokens
         tokens = self.request.prompt_tokens - cached
-        chunk = np.where(self.columns["chunk_tokens"] > 0, self.columns["chunk_tokens"], UNLIMITED_CHUNK)
         context = tokens * (cached + (tokens - 1) / 2)
-        steps = np.ceil(tokens / chunk)
-        return steps * per_row[BASE] + tokens * per_row[PREFILL_TOKEN] + context * per_row[PREFILL_CONTEXT]
+        steps = np.ceil(tokens / self.columns["chunk_tokens"])
+        seconds: Numbers = steps * per_row[BASE] + tokens * per_row[PREFILL_TOKEN]
+        seconds += context * per_row[PREFILL_CONTEXT]
+        return seconds
 
+    @cached_property
     def step_s(self) -> Numbers:
         """A decode step as it will be with this request in it."""
         per_row, columns = self._per_row, self.columns
         held = columns["held_tokens"] + self.request.prompt_tokens + self.knowledge.output_tokens / 2
-        return per_row[BASE] + (columns["sessions"] + 1) * per_row[SEQUENCE] + held * per_row[CONTEXT]
+        seconds: Numbers = per_row[BASE] + (columns["sessions"] + 1) * per_row[SEQUENCE] + held * per_row[CONTEXT]
+        return seconds
 
+    @cached_property
     def added_step_s(self) -> Numbers:
         """What this request adds to every decode step of the others."""
         held = self.request.prompt_tokens + self.knowledge.output_tokens / 2
-        return self._per_row[SEQUENCE] + held * self._per_row[CONTEXT]
+        seconds: Numbers = self._per_row[SEQUENCE] + held * self._per_row[CONTEXT]
+        return seconds
 
+    @cached_property
     def kv_bytes(self) -> Numbers:
         """KV that would have to move to each replica: what its own cache does not hold."""
         return (self.request.prompt_tokens - self.cached_tokens) * self.columns["kv_bytes_per_token"]
 
+    @cached_property
     def fill(self) -> Numbers:
         """The share of a replica's blocks that is expected to be taken with this request in it, 1 when all are."""
         tokens = self.request.prompt_tokens + self.knowledge.output_tokens
-        need = np.ceil(tokens / np.maximum(self.columns["block_size"], 1))
-        return (self.columns["expected_blocks"] + need) / np.maximum(self.columns["total_blocks"], 1)
+        need = np.ceil(tokens / self.columns["block_size"])
+        share: Numbers = (self.columns["expected_blocks"] + need) / self.columns["total_blocks"]
+        return share

@@ -7,14 +7,13 @@ prompt plus longest answer, so that it never has to preempt.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from deployments.fleet_view import Columns, Flags, View, blocks_for
+from deployments.fleet_view import Columns, Flags, Numbers, View, blocks_for
 from deployments.messages import (
     Admit,
     Decision,
@@ -27,6 +26,7 @@ from deployments.messages import (
     Role,
     SessionRequest,
 )
+from deployments.policy.chance import Chance
 from deployments.policy.outlook import Knowledge, Limits, Outlook
 
 
@@ -73,6 +73,7 @@ class Field:
     """One request before the fleet: who could take it, and what to expect of each.
 
     `rng` decides between equals. `objectives`: TTFT and TPOT in seconds of the request's class, infinite where none.
+    `decode_s`: what a policy has computed of each role, to be used again.
     """
 
     def __init__(
@@ -81,13 +82,15 @@ class Field:
         view: View,
         settings: PlacementSettings,
         knowledge: Knowledge,
-        rng: random.Random,
+        rng: Chance,
         objectives: tuple[float, float],
     ) -> None:
         self.request, self.view, self.settings, self.knowledge = request, view, settings, knowledge
         self.rng, self.objectives = rng, objectives
         self._columns: dict[Role, Columns] = {}
         self._outlooks: dict[Role, Outlook] = {}
+        self._owners: dict[Role, Flags] = {}
+        self.decode_s: dict[Role, Numbers] = {}
 
     def columns(self, role: Role) -> Columns:
         if role not in self._columns:
@@ -101,10 +104,16 @@ class Field:
 
     def owners(self, role: Role) -> Flags:
         """The replicas of a role that can hold the whole answer now."""
+        if role not in self._owners:
+            self._owners[role] = self._find_owners(role)
+        return self._owners[role]
+
+    def _find_owners(self, role: Role) -> Flags:
         columns, tokens = self.columns(role), _tokens(self.request)
-        need = np.ceil(tokens / np.maximum(columns["block_size"], 1))
+        need = np.ceil(tokens / columns["block_size"])
         room = (need <= columns["free_blocks"]) & (columns["sessions"] < columns["max_sessions"])
-        return columns.ready & room & self._can_hold(columns, tokens)
+        able: Flags = columns.ready & room & self._can_hold(columns, tokens)
+        return able
 
     def helpers(self) -> Flags:
         """The prefill replicas that could compute the prompt. They need not have free blocks: prefills queue."""
@@ -112,10 +121,10 @@ class Field:
         able = columns.ready & self._can_hold(columns, self.request.prompt_tokens + 1)
         if self.settings.prefill_queue_s is None:
             return able
-        return able & (self.outlook(Role.PREFILL).queue_s() <= self.settings.prefill_queue_s)
+        return able & (self.outlook(Role.PREFILL).queue_s <= self.settings.prefill_queue_s)
 
     def _can_hold(self, columns: Columns, tokens: int) -> Flags:
-        need = np.ceil(tokens / np.maximum(columns["block_size"], 1))
+        need = np.ceil(tokens / columns["block_size"])
         able: Flags = (tokens <= columns["max_model_len"]) & (need <= columns["total_blocks"])
         refusing = [
             columns.names[pool]
@@ -154,7 +163,7 @@ def place(
     view: View,
     settings: PlacementSettings,
     policy: Policy,
-    rng: random.Random,
+    rng: Chance,
     knowledge: Knowledge = NOTHING,
     objectives: tuple[float, float] = (np.inf, np.inf),
 ) -> Decision:
@@ -269,17 +278,17 @@ def _forecast(here: Field, owner: tuple[Role, int], prefiller: tuple[Role, int])
     """What a choice is expected to take, in the numbers that it was made by."""
     (prefill_role, prefill_row), (role, row) = prefiller, owner
     first, then = here.outlook(prefill_role), here.outlook(role)
-    queue_s, prefill_s = float(first.queue_s()[prefill_row]), float(first.prefill_s()[prefill_row])
+    queue_s, prefill_s = float(first.queue_s[prefill_row]), float(first.prefill_s[prefill_row])
     transfer_s = 0.0
     if owner != prefiller and here.knowledge.link_bytes_per_s:
-        transfer_s = max(0.0, float(then.kv_bytes()[row]) / here.knowledge.link_bytes_per_s - prefill_s)
+        transfer_s = max(0.0, float(then.kv_bytes[row]) / here.knowledge.link_bytes_per_s - prefill_s)
     pools = {here.columns(each).info(at).pool for each, at in (owner, prefiller)}
     return Forecast(
         queue_s=queue_s,
         prefill_s=prefill_s,
         transfer_s=transfer_s,
         ttft_s=queue_s + prefill_s,
-        tpot_s=float(then.step_s()[row]),
+        tpot_s=float(then.step_s[row]),
         output_tokens=here.knowledge.output_tokens,
         trusted=pools <= here.knowledge.trusted,
     )

@@ -82,7 +82,7 @@ class Manager(Protocol):
 
     async def prefill_done(self, session_id: str, epoch: int) -> None: ...
 
-    async def close(self, session_id: str, epoch: int, outcome: str) -> None: ...
+    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None: ...
 
     async def lost(self, replica_id: str) -> None: ...
 
@@ -103,6 +103,7 @@ class _Open:
     session: Session
     over: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: str = ""
+    output_tokens: int = 0
     placement: Placement | None = None
     calls: list[asyncio.Task[None]] = field(default_factory=list)
     until_pulled: list[asyncio.Task[None]] = field(default_factory=list)
@@ -294,7 +295,8 @@ class ClusterCore(EngineCoreClient):
         await asyncio.gather(*entry.calls, return_exceptions=True)
         self._open.pop(entry.request.request_id, None)
         epoch = entry.placement.epoch if entry.placement else 0
-        await self._tell(self._manager.close(entry.session.session_id, epoch, entry.outcome or "failed"))
+        outcome = entry.outcome or "failed"
+        await self._tell(self._manager.close(entry.session.session_id, epoch, outcome, entry.output_tokens))
 
     async def _tell(self, message: Coroutine[Any, Any, None]) -> None:
         try:
@@ -337,6 +339,7 @@ class ClusterCore(EngineCoreClient):
         for effect in effects:
             match effect:
                 case Deliver(output, finish):
+                    entry.output_tokens += len(output.new_token_ids)
                     self._batch.append(_delivered(output, finish))
                 case PrefillOver():
                     self._prefill_over(entry)

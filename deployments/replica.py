@@ -103,6 +103,9 @@ class Replica:
             max_sessions=engine.max_sessions,
             max_model_len=engine.max_model_len,
             endpoints=engine.endpoints,
+            chunk_tokens=engine.chunk_tokens,
+            kv_bytes_per_token=engine.kv_bytes_per_token,
+            prior=engine.prior,
         )
         self._own(self._pump(), "pump")
         self._own(self._meet_loop(), "meet")

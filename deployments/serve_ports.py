@@ -62,8 +62,8 @@ class ServeManager:
     async def prefill_done(self, session_id: str, epoch: int) -> None:
         await self._call("prefill_done", session_id, epoch)
 
-    async def close(self, session_id: str, epoch: int, outcome: str) -> None:
-        await self._call("close", session_id, epoch, outcome)
+    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
+        await self._call("close", session_id, epoch, outcome, output_tokens)
 
     async def lost(self, replica_id: str) -> None:
         await self._call("lost", replica_id)

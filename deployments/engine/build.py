@@ -17,7 +17,8 @@ def checkpoint(config: BatonConfig) -> str:
 
 def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine:
     """The engine of one replica, not started. Heavy imports happen here, in the replica's process."""
-    engine = config.pools[identity.pool].engine
+    pool = config.pools[identity.pool]
+    engine = pool.engine
     if isinstance(engine, VllmEngineConfig):
         from deployments.engine.vllm import PullEngine, VllmEngine
 
@@ -31,6 +32,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             replica_id=identity.replica_id,
             secret=secret,
             host=identity.host,
+            device=pool.device or pool.resources.accelerator_type,
         )
     from deployments.engine.mock import MockEngine
     from transfer.plane import InProcessPlane, Plane

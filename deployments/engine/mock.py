@@ -20,12 +20,13 @@ import numpy as np
 
 from configs.schema import MockEngineConfig
 from deployments.engine.cache_log import CacheLog
-from deployments.engine.mock_memory import MockMemory
+from deployments.engine.mock_memory import KV_BYTES, MockMemory
 from deployments.engine.mock_scheduler import MockScheduler, Plan
 from deployments.engine.mock_sequence import Sequence
 from deployments.engine.mock_wire import FinishReason, decode_request, encode_outputs
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
+from deployments.policy.latency import Coefficients
 from transfer.blocks import blocks_for
 from transfer.channel import Channel
 from transfer.control import FirstToken, Seal
@@ -90,6 +91,9 @@ class MockEngine:
             max_sessions=config.max_num_seqs,
             max_model_len=self._max_model_len,
             endpoints=(self._channel.address,),
+            chunk_tokens=config.max_num_batched_tokens,
+            kv_bytes_per_token=config.num_layers * KV_BYTES,
+            prior=Coefficients(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0),
         )
 
     async def add(self, frames: tuple[bytes, ...]) -> None:

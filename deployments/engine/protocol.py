@@ -18,7 +18,7 @@ class EngineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Known once the engine is up. `endpoints`: the KV channel's control address of each worker, by rank."""
+    """Known once the engine is up; `ReplicaInfo` says what the last four are."""
 
     fingerprint: str
     block_size: int
@@ -26,6 +26,9 @@ class EngineInfo:
     max_sessions: int
     max_model_len: int
     endpoints: tuple[str, ...]
+    chunk_tokens: int = 0
+    kv_bytes_per_token: int = 0
+    prior: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

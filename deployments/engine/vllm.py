@@ -41,6 +41,7 @@ from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
+from deployments.policy.latency import ModelShape, roofline
 from transfer.lifeline import die_with_parent
 from transfer.step_clock import StepClock
 
@@ -56,7 +57,10 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 class VllmEngine:
-    """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name."""
+    """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name.
+
+    `device`: whose data sheet gives the first guess of its speed; none: what vLLM says it runs on.
+    """
 
     _worker_extension = "transfer.connector.WorkerExtension"
 
@@ -71,7 +75,9 @@ class VllmEngine:
         replica_id: str,
         secret: str,
         host: str,
+        device: str | None = None,
     ) -> None:
+        self._device = device
         self._config, self._model, self._channel = config, model, channel
         self._model_path, self._role, self._replica_id = model_path, role, replica_id
         self._secret, self._host = secret, host
@@ -100,6 +106,9 @@ class VllmEngine:
             max_sessions=int(vllm_config.scheduler_config.max_num_seqs),
             max_model_len=int(vllm_config.model_config.max_model_len),
             endpoints=tuple(await self._endpoints()),
+            chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+            kv_bytes_per_token=_kv_bytes_per_token(vllm_config),
+            prior=_prior(vllm_config, self._device),
         )
 
     async def _endpoints(self) -> list[str]:
@@ -266,6 +275,34 @@ COUNTERS = (
     "generated_tokens",
     "preemptions",
 )
+
+
+def _kv_bytes_per_token(config: VllmConfig) -> int:
+    """Over all layers and workers, of a model whose layers all keep keys and values; in the cache's own type."""
+    model, name = config.model_config, config.cache_config.cache_dtype
+    value_bytes = model.dtype.itemsize if name == "auto" else 1 if name.startswith("fp8") else 2
+    heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
+    return int(2 * layers * heads * model.get_head_size() * value_bytes)
+
+
+def _prior(config: VllmConfig, device: str | None) -> tuple[float, ...]:
+    """What the hardware makes of a step; nothing where the model is of another shape."""
+    model, text = config.model_config, config.model_config.hf_text_config
+    if not hasattr(text, "intermediate_size"):
+        return ()
+    shape = ModelShape(
+        layers=model.get_total_num_hidden_layers(),
+        hidden=text.hidden_size,
+        intermediate=text.intermediate_size,
+        heads=text.num_attention_heads,
+        kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        vocab=model.get_vocab_size(),
+        bytes_per_weight=model.dtype.itemsize,
+        kv_bytes_per_value=model.dtype.itemsize,
+    )
+    name = device or ("cpu" if current_platform.is_cpu() else current_platform.get_device_name())
+    return roofline(shape, name, config.parallel_config.tensor_parallel_size).coefficients()
 
 
 def _steps(stats: SchedulerStats) -> tuple[StepSample, ...]:

@@ -8,6 +8,7 @@ One of the four files that import vllm.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import logging
 from collections.abc import Coroutine, Mapping
@@ -137,6 +138,7 @@ class ClusterCore(EngineCoreClient):
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._batch: list[EngineCoreOutput] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._context = contextvars.copy_context()
         self._own(self._receive(), "outputs")
 
     # ---- the seam
@@ -374,7 +376,12 @@ class ClusterCore(EngineCoreClient):
             self._outputs.put_nowait(EngineCoreOutputs(outputs=batch))
 
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=f"baton-{name}")
+        """A task of ours, in our own context: what a client's request began must outlive it, to be closed.
+
+        When a client goes away, Serve and Ray cancel whatever was called in its request's context, and a call that
+        tells the session manager so would be lost.
+        """
+        task = asyncio.create_task(work, name=f"baton-{name}", context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._disown)
         return task

@@ -20,7 +20,7 @@ import zmq.asyncio
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from deployments import cluster_core
+from deployments import cluster_core, request_context
 from deployments.errors import (
     HandoffFailed,
     NeverFits,
@@ -252,6 +252,30 @@ async def test_aborting_in_the_queue(launch: Launch) -> None:
         assert answer.tokens == await cluster.local(each, max_tokens=5)
     assert not third.outputs
     await cluster.settle()
+
+
+async def test_a_session_makes_no_call_in_its_request_s_context(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve cancels every call made in the context of a request whose client goes away, the closing one too."""
+    heard: dict[str, object] = {}
+
+    def listen(owner: object, method: str) -> None:
+        original = getattr(owner, method)
+
+        async def listening(*args: Any) -> Any:
+            heard[method] = request_context.current.get()
+            return await original(*args)
+
+        monkeypatch.setattr(owner, method, listening)
+
+    for method in ("open", "prefill_done", "close"):
+        listen(cluster.manager, method)
+    for pool in cluster.pools.values():
+        listen(pool, "run")
+    await cluster.answer(prompt(8), max_tokens=5)
+    await cluster.settle()
+    assert heard == dict.fromkeys(("open", "run", "prefill_done", "close"))
 
 
 async def test_aborting_before_the_session_begins(cluster: InProcess) -> None:

@@ -9,7 +9,7 @@ it as well. Loads are parts of an estimate of the fleet's capacity; what that is
 `load_tests/simulator/experiment.py`. The same seed, arrivals and fleet for all. Then `joint` again at the knee with
 eight ingresses, each with its own promises, none with those of the others, and snapshots that are 100 ms old.
 
-**What is measured.** `runs`: a row each, over the requests that arrive after the first fifth of the time. `offered`,
+**What is measured.** `runs`: a row each, over the requests that arrive after the first 30% of the time. `offered`,
 `goodput`: requests per second, all and those within both objectives. `ttft_*`, `tpot_*`: of the served ones.
 `hit_rate`: prompt blocks found in the cache of whoever prefilled, of all. `preemptions`: of the whole run. `refused`:
 requests not served, for whatever reason (`refusals`). `summary`, for each trace and fleet: the knee is the first load
@@ -44,10 +44,11 @@ POLICIES: tuple[str, ...] = get_args(PlacementConfig.model_fields["policy"].anno
 REPLICAS = (64, 1000)
 TRACES = ("mooncake", "azure")
 LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 2.0)
-LARGE_LOADS = (0.8, 1.0, 1.2, 2.0)
+LARGE_LOADS = (1.0, 1.2)
 LARGE = 256  # replicas, from which on fewer loads are tried, and more requests are sent
-REQUESTS, LARGE_REQUESTS = 4000, 15_000
-QUICK_REPLICAS, QUICK_LOADS, QUICK_REQUESTS = (16,), (0.7, 1.2, 2.0), 300
+REQUESTS, LARGE_REQUESTS = 8000, 32_000
+LONG_REQUESTS, LARGE_LONG_REQUESTS = 6000, 15_000  # of Mooncake's, whose prompts are ten times as long
+QUICK_REPLICAS, QUICK_LOADS, QUICK_REQUESTS = (16,), (0.8, 1.2), 300
 INGRESSES, OLD_S = 8, 0.1
 
 
@@ -55,13 +56,20 @@ def experiments(options: argparse.Namespace) -> list[Experiment]:
     """Every run of the sweep, the large ones first: the last to end are then short ones."""
     made = []
     for replicas, trace in itertools.product(sorted(options.replicas, reverse=True), options.traces):
-        is_large = replicas >= LARGE
-        requests = options.requests or (LARGE_REQUESTS if is_large else REQUESTS)
-        for load in options.loads or (LARGE_LOADS if is_large else LOADS):
+        requests = options.requests or _requests(trace, replicas)
+        for load in options.loads or (LARGE_LOADS if replicas >= LARGE else LOADS):
             for policy in options.policies:
                 for admission in (True, False) if policy == OURS else (False,):
-                    made.append(Experiment(trace, replicas, load, policy, admission, requests, seed=options.seed))
+                    one = Experiment(trace, replicas, load, policy, admission, requests, seed=options.seed)
+                    made.append(replace(one, placement=tuple(options.placement)))
     return made
+
+
+def _requests(trace: str, replicas: int) -> int:
+    """Enough for a fleet to fill up, and no more than a run of them all has time for."""
+    if trace.startswith("mooncake"):
+        return LARGE_LONG_REQUESTS if replicas >= LARGE else LONG_REQUESTS
+    return LARGE_REQUESTS if replicas >= LARGE else REQUESTS
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,6 +88,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "processes": options.processes,
         "seed": options.seed,
+        "placement": dict(options.placement),
         "objectives": {name: [asdict(each) for each in classes_of(name)] for name in options.traces},
     }
     return {"runs": rows + late, "summary": summary, "conditions": before | settings}
@@ -152,6 +161,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", type=_names, default=POLICIES, help="by comma; default: all")
     parser.add_argument("--loads", type=_numbers, help="in parts of the estimated capacity, by comma")
     parser.add_argument("--requests", type=int, help="requests of each run")
+    parser.add_argument(
+        "--placement", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="of the configuration"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -170,6 +182,11 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(number) for number in text.split(","))
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, _, value = text.partition("=")
+    return key, json.loads(value)
 
 
 def _names(text: str) -> tuple[str, ...]:

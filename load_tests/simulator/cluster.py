@@ -19,10 +19,11 @@ class Options:
     """How a fleet is run. `ingresses`: independent allocators, each with its own promises.
 
     `snapshot_interval_s`: a replica with news reports so often at most, `quiet_s` is for one without.
-    `snapshot_delay_s`: until a snapshot is known.
+    `snapshot_delay_s`: until a snapshot is known. `placement`: more of the configuration's section of that name.
     """
 
     policy: str = "joint"
+    split: str = "auto"
     admission: bool = True
     overcommit: float = 1.0
     ingresses: int = 1
@@ -32,6 +33,7 @@ class Options:
     queue_timeout_s: float = 30.0
     max_queued_requests: int = 1024
     seed: int = 0
+    placement: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,7 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
             "channel": {"kind": "in_process", "link_bytes_per_s": cluster.prefill.profile.nic_bytes_per_s},
             "placement": {
                 "policy": options.policy,
+                "split": options.split,
                 "admission": options.admission,
                 "overcommit": options.overcommit,
                 "queue_timeout_s": options.queue_timeout_s,
@@ -64,6 +67,7 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
                 "snapshot_interval_s": options.snapshot_interval_s,
                 "classes": {each.name: {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s} for each in classes},
                 "default_class": classes[0].name,
+                **dict(options.placement),
             },
         }
     )

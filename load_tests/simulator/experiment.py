@@ -54,6 +54,7 @@ class Experiment:
     ingresses: int = 1
     snapshot_delay_s: float = 0.0
     seed: int = 1
+    placement: tuple[tuple[str, object], ...] = ()
 
     @property
     def options(self) -> Options:
@@ -63,6 +64,7 @@ class Experiment:
             ingresses=self.ingresses,
             snapshot_delay_s=self.snapshot_delay_s,
             seed=self.seed,
+            placement=self.placement,
         )
 
 

@@ -56,7 +56,7 @@ class Record:
         return not self.refused and self.ttft_s <= objectives.ttft_s and self.tpot_s <= objectives.tpot_s
 
 
-def summarise(records: Sequence[Record], classes: Classes, warmup_share: float = 0.2) -> dict[str, Any]:
+def summarise(records: Sequence[Record], classes: Classes, warmup_share: float = 0.3) -> dict[str, Any]:
     """Figures over the requests that arrived after the first `warmup_share` of the time; goodput is per second of it.
 
     Percentiles are over the served ones, 0.0 where there are none.

@@ -132,11 +132,12 @@ def heterogeneous(replicas: int, noise_sigma: float = 0.05) -> Cluster:
     return Cluster(pools, max_model_len=131072)
 
 
-def cpu_pair(steps: Coefficients = CPU_STEPS, prefill: int = 1, decode: int = 1, noise_sigma: float = 0.05) -> Cluster:
-    """The real cluster of `configs/cpu-1p1d.yaml`: one engine a core. `steps`: fitted to samples of it."""
-    profile = replace(CPU, steps=steps)
+def cpu_pair(
+    prefill: Coefficients = CPU_STEPS, decode: Coefficients = CPU_STEPS, noise_sigma: float = 0.05, hop_s: float = 0.005
+) -> Cluster:
+    """The real cluster of `configs/cpu-1p1d.yaml`: one engine a core. Steps: fitted to what the engines reported."""
     pools = (
-        Pool("prefill", Role.PREFILL, prefill, profile, Limits(256, 16, noise_sigma=noise_sigma)),
-        Pool("main", Role.DECODE, decode, profile, Limits(256, 32, noise_sigma=noise_sigma)),
+        Pool("prefill", Role.PREFILL, 1, replace(CPU, steps=prefill), Limits(256, 16, noise_sigma=noise_sigma)),
+        Pool("main", Role.DECODE, 1, replace(CPU, steps=decode), Limits(256, 32, noise_sigma=noise_sigma)),
     )
-    return Cluster(pools, max_model_len=2048, hop_s=0.005)
+    return Cluster(pools, max_model_len=2048, hop_s=hop_s, replica_sigma=0.0)

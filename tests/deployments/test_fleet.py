@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from deployments.fleet import Fleet
+from deployments.fleet import Fleet, _Share
 from deployments.fleet_view import ReplicaView
-from deployments.messages import Mode, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.messages import Finished, Forecast, Mode, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 
 POOLS = {"prefill": Role.PREFILL, "decode-small": Role.DECODE}
 
@@ -175,3 +179,98 @@ def test_epochs_start_at_one_and_grow_with_each_attempt(fleet: Fleet) -> None:
     assert [fleet.next_epoch("a", 0.0), fleet.next_epoch("a", 1.0), fleet.next_epoch("b", 1.0)] == [1, 2, 1]
     fleet.expire(100.0)
     assert fleet.next_epoch("a", 100.0) == 1
+
+
+D1 = info("d1", total_blocks=1000)
+SESSIONS = [f"s{number}" for number in range(6)]
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["promise", "done", "release", "report", "finished", "late", "lost"]),
+        st.sampled_from(SESSIONS),
+        st.integers(1, 2),
+        st.sampled_from(["d0", "d1", "p0"]),
+    ),
+    max_size=60,
+)
+
+
+class Messages:
+    """A fleet that is told of random events in random order, some of them late or twice."""
+
+    def __init__(self) -> None:
+        self.fleet = make_fleet(unconfirmed_s=1e9)
+        self.infos = {each.replica_id: each for each in (D0, D1, P0)}
+        self.versions = dict.fromkeys(self.infos, 0)
+        self.logs: dict[str, list[Finished]] = {name: [] for name in self.infos}
+        self.now_s = 0.0
+        for name in self.infos:
+            self.report(name)
+
+    def report(self, name: str, back: int = 0, **load: Any) -> None:
+        self.versions[name] += 1
+        log = self.logs[name]
+        load |= {"finished": tuple(log[-3:]), "finished_version": len(log)}
+        self.fleet.update(snapshot(self.infos[name], max(1, self.versions[name] - back), **load), self.now_s)
+
+    def play(self, event: str, session: str, epoch: int, name: str) -> None:
+        self.now_s += 0.5
+        match event:
+            case "promise":
+                with contextlib.suppress(ValueError):
+                    owner = self.infos[name]
+                    forecast = Forecast(prefill_s=1.0, output_tokens=20.0)
+                    helper = P0 if owner.role is Role.DECODE else None
+                    decode = owner if helper else None
+                    placed = Placement(session, epoch, Mode.DISAGGREGATED, "", decode, helper or P0, 30, 1.0, 1e9)
+                    self.fleet.promise(replace(placed, forecast=forecast, cached_tokens=16), 160, self.now_s)
+            case "done":
+                self.fleet.prefill_done(session, epoch, self.now_s)
+            case "release":
+                self.fleet.release(session, epoch, self.now_s)
+            case "report":
+                self.report(name, sessions=tuple(SESSIONS[: 3 * epoch]), used_blocks=epoch, running=epoch)
+            case "finished":
+                self.logs[name].append(Finished(session, epoch, 5))
+                self.report(name)
+            case "late":
+                self.report(name, back=3, used_blocks=99, sessions=(session,))
+            case "lost":
+                self.fleet.forget(name)
+
+    def check(self) -> None:
+        """The sums that are kept are those of the promises, and what policy reads is what people read."""
+        by_hand = {name: _Share(name) for name in self.infos}
+        for promise in self.fleet._promises.values():
+            for name in set(promise.replica_ids):
+                by_hand[name].put(promise, 0.0)
+        for name, share in by_hand.items():
+            kept = self.fleet._shares.get(name) or _Share(name)
+            for number in ("sessions", "blocks", "expected_blocks", "held_tokens", "backlog_tokens"):
+                assert getattr(kept, number) == getattr(share, number), (name, number)
+            assert kept.work_s == pytest.approx(share.work_s)
+        live = self.fleet.live(self.now_s)
+        for view in self.fleet.view(self.now_s).ready:
+            columns = live.columns(view.info.role)
+            row = columns.rows[view.info.replica_id]
+            assert columns.ready[row]
+            assert columns["free_blocks"][row] == view.free_blocks >= 0
+            assert columns["held_tokens"][row] == view.held_tokens
+
+
+@given(EVENTS)
+def test_the_ledger_is_exact_after_any_order_of_messages(events: list[tuple[str, str, int, str]]) -> None:
+    messages = Messages()
+    for event in events:
+        messages.play(*event)
+        messages.check()
+    for session in SESSIONS:
+        for epoch in (1, 2):
+            messages.fleet.release(session, epoch, messages.now_s)
+    for name in messages.infos:
+        messages.report(name)
+    messages.check()
+    assert not messages.fleet._promises
+    assert not messages.fleet._shares
+    assert not messages.fleet._of_session
+    for view in messages.fleet.view(messages.now_s).ready:
+        assert (view.free_blocks, view.sessions, view.work_s) == (view.info.total_blocks, 0, 0.0)

@@ -13,29 +13,25 @@ from tests.e2e.conftest import prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-SHORT, LONG = (40, 24), (700, 200)
-SKEWED = [SHORT] * 36 + [LONG] * 4
+SHORT, LONG = (40, 472), (700, 200)
+SKEWED = [SHORT] * 56 + [LONG] * 4
+"""Prompt and most tokens of an answer: 4 and 8 blocks of 128 each, half as much again as there is."""
 
 
 async def test_unlike_pools_share_by_memory_and_never_preempt(baton: Cluster) -> None:
-    """At once, so that `small` cannot hold its share of what comes, and more sessions than it may run."""
+    """At once: both pools are full until the last have their place. Answers end at their first space, long before."""
     before = await asyncio.to_thread(baton.settled)
     mix = random.Random(5).sample(SKEWED, len(SKEWED))
     async with client_of(baton) as client:
-        asked = [complete(client, prompt(500 + i, length), answer) for i, (length, answer) in enumerate(mix)]
+        asked = [complete(client, prompt(20_000 + i, n), most, stop=[" "]) for i, (n, most) in enumerate(mix)]
         answers = await asyncio.gather(*asked)
     after = await asyncio.to_thread(baton.settled)
-    assert [answer.status_code for answer in answers] == [200] * len(mix)
-    for answer, (_, tokens) in zip(answers, mix, strict=True):
-        choice = answer.json()["choices"][0]
-        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", tokens)
+    assert [answer.status_code for answer in answers] == [200] * len(mix), [answer.text for answer in answers]
 
     def grew(counter: str, pool: str) -> float:
         return total(after, "decode", counter, pool) - total(before, "decode", counter, pool)
 
-    for pool in ("decode-small", "decode-large"):
-        assert grew("preemptions", pool) == 0
-        assert grew("handoffs_received", pool) > 0, "every pool is used"
-    tokens = {pool: grew("loaded_tokens", pool) for pool in ("decode-small", "decode-large")}
-    share = tokens["decode-small"] / sum(tokens.values())
-    assert share < 0.35, f"small has 21 of 156 blocks, and got {share:.0%} of the tokens"
+    shares = {pool: grew("handoffs_received", pool) for pool in ("decode-small", "decode-large")}
+    assert sum(grew("preemptions", pool) for pool in shares) == 0
+    share = shares["decode-small"] / sum(shares.values())
+    assert 0.04 < share < 0.3, f"small has 21 of 156 blocks, and got {share:.0%} of the sessions"

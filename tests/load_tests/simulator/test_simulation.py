@@ -131,7 +131,7 @@ def test_figures_count_what_met_both_objectives_after_the_warm_up() -> None:
         replace(good, at_s=8.0, ttft_s=1.5, prompt_tokens=200),  # long ones may take longer
         replace(good, at_s=10.0, refused="predicted_ttft"),
     ]
-    figures = summarise(records, goals)
+    figures = summarise(records, goals, warmup_share=0.2)
     assert (figures["counted"], figures["refused"]) == (5, 1)
     assert figures["offered"] == pytest.approx(5 / 8)
     assert figures["goodput"] == pytest.approx(2 / 8)

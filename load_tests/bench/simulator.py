@@ -1,0 +1,234 @@
+"""How far the simulator is from the real cluster: the same small trace to both, on this machine.
+
+`make bench NAME=simulator`, or with `ARGS="--requests 40 --rate 0.3"`. Starts `configs/cpu-1p1d.yaml` (real engines,
+real NIXL, one prefill and one decode replica), everything split. Progress goes to stderr; the last line of stdout is
+one JSON object. A run takes about six minutes.
+
+**What runs.** First a load that is not compared teaches the session manager what steps take here: `--warm` requests
+like those of the trace, one after another and then at the trace's rate. What it learned (`predictions` in
+`/baton/status`) is the simulator's profile. Then the trace, over HTTP, streamed, every request at its time whatever
+became of those before it (open loop). Then the same trace in the simulator. Prompts are random tokens: nothing is
+cached. Answers have exactly the trace's length.
+
+**What is compared.** TTFT: from sending the request to the first event with a token. TPOT: from that to the last one,
+over the tokens between. Ratios are simulated over real; targets: medians within 15%, p90 within 25%. `overhead_s` is
+what a request spends outside the engines (HTTP, Serve, the session manager), measured as the least TTFT of the first
+load's requests of one block, less what the profile says of their prefill; the simulator's hops are half of it each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+
+from deployments.policy.latency import Coefficients
+from load_tests.machine import conditions
+from load_tests.simulator.cluster import Options
+from load_tests.simulator.experiment import make_allocator
+from load_tests.simulator.metrics import Objectives
+from load_tests.simulator.profiles import cpu_pair
+from load_tests.simulator.simulation import Simulation
+from load_tests.simulator.synthetic import Lengths, poisson
+from load_tests.simulator.traces import Trace, TraceRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "cpu-1p1d.yaml"
+MODEL = "smollm2-135m-instruct"
+PROMPTS, ANSWERS = Lengths(250, 0.6, least=32, most=1000), Lengths(30, 0.5, least=8, most=80)
+START_S, STOP_S, REQUEST_S = 600.0, 90.0, 600.0
+PROBE_TOKENS = 32
+TARGETS = {"p50": 0.15, "p90": 0.25}
+NAMES = Coefficients._fields
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One answer, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class App:
+    """The application, started as `make serve` does, on ports of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        serve = yaml.safe_load(CONFIG.read_text())
+        serve["applications"][0]["args"]["placement"] = {"split": "always", "queue_timeout_s": REQUEST_S}
+        path = directory / CONFIG.name
+        path.write_text(yaml.safe_dump(serve))
+        port, ray, dashboard = (_free_port() for _ in range(3))
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = directory / "launch.log"
+        command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
+        command += ["--ray-port", str(ray), "--dashboard-port", str(dashboard)]
+        with self._log.open("w") as output:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it is ready. Raises SystemExit with the end of its log when it does not come up."""
+        deadline = time.monotonic() + START_S
+        while "Ready in" not in self._log.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the application did not start:\n{self._log.read_text()[-2000:]}")
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Ctrl-C, as a user would."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Client:
+    """Sends requests of random tokens and times their answers."""
+
+    def __init__(self, http: httpx.AsyncClient, seed: int) -> None:
+        self._http, self._rng = http, random.Random(seed)
+
+    async def ask(self, prompt_tokens: int, output_tokens: int) -> Seen:
+        """One streamed answer of exactly that length. Raises SystemExit when it is another."""
+        body = {
+            "model": MODEL,
+            "prompt": [self._rng.randrange(100, 40_000) for _ in range(prompt_tokens)],
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        begun_s, first_s, last_s, tokens = time.perf_counter(), 0.0, 0.0, 0
+        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
+                if new := len(choices[0].get("token_ids") or ()):
+                    last_s = time.perf_counter()
+                    first_s, tokens = first_s or last_s, tokens + new
+        if tokens != output_tokens:
+            raise SystemExit(f"asked for {output_tokens} tokens, got {tokens}")
+        return Seen(first_s - begun_s, (last_s - first_s) / max(1, tokens - 1))
+
+    async def replay(self, trace: Trace) -> list[Seen]:
+        """Every request at its time."""
+        begun_s = time.perf_counter()
+
+        async def one(request: TraceRequest) -> Seen:
+            await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - begun_s)))
+            return await self.ask(request.prompt_tokens, request.output_tokens)
+
+        return list(await asyncio.gather(*map(one, trace.requests)))
+
+
+async def measure(url: str, trace: Trace, warm: Trace) -> tuple[list[Seen], dict[str, Coefficients], float]:
+    """The real answers, what the steps take by pool, and the least TTFT of a prompt within one block."""
+    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
+        client = Client(http, seed=trace.requests[0].prompt_tokens)
+        probes = [await client.ask(PROBE_TOKENS, 8) for _ in range(6)]
+        for request in warm.requests[: len(warm.requests) // 2]:
+            await client.ask(request.prompt_tokens, request.output_tokens)
+        await client.replay(Trace(warm.name, warm.block_tokens, _from_zero(warm.requests[len(warm.requests) // 2 :])))
+        steps = (await http.get("/baton/status")).json()["predictions"]["steps"]
+        learned = {pool: Coefficients(*(each[name] for name in NAMES)) for pool, each in steps.items()}
+        print(f"learned: {steps}", file=sys.stderr)
+        return await client.replay(trace), learned, min(probe.ttft_s for probe in probes)
+
+
+def _from_zero(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
+    first_s = requests[0].at_s
+    return tuple(
+        TraceRequest(each.at_s - first_s, each.prompt_tokens, each.output_tokens, each.hashes) for each in requests
+    )
+
+
+def simulate(trace: Trace, learned: dict[str, Coefficients], overhead_s: float, seed: int) -> list[Seen]:
+    """The same requests in the simulator."""
+    cluster = cpu_pair(learned["prefill"], learned["decode-main"], hop_s=overhead_s / 2)
+    anything = (Objectives("default", ttft_s=REQUEST_S, tpot_s=REQUEST_S),)
+    options = Options(split="always", admission=False, queue_timeout_s=REQUEST_S, seed=seed)
+    result = Simulation(cluster, trace, anything, options, make_allocator).run()
+    return [Seen(record.ttft_s, record.tpot_s) for record in result.records]
+
+
+def compare(real: Sequence[Seen], simulated: Sequence[Seen]) -> dict[str, Any]:
+    """Percentiles of both, their ratios, and whether they are within the targets."""
+    figures: dict[str, Any] = {}
+    for name in ("ttft_s", "tpot_s"):
+        for level, within in TARGETS.items():
+            percent = float(level.removeprefix("p"))
+            a, b = (float(np.percentile([getattr(each, name) for each in side], percent)) for side in (real, simulated))
+            figures[f"{name}_{level}"] = {
+                "real": round(a, 4),
+                "simulated": round(b, 4),
+                "ratio": round(b / a, 3),
+                "met": abs(b / a - 1) <= within,
+            }
+    return figures
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Real, then simulated."""
+    before = conditions()
+    trace = poisson(options.rate, options.requests, options.seed, PROMPTS, ANSWERS)
+    warm = poisson(options.rate, options.warm, options.seed + 1, PROMPTS, ANSWERS)
+    with tempfile.TemporaryDirectory() as directory:
+        app = App(Path(directory))
+        try:
+            app.wait()
+            real, learned, probe_s = asyncio.run(measure(app.url, trace, warm))
+        finally:
+            app.stop()
+    overhead_s = max(0.0, probe_s - learned["prefill"].prefill_s(PROBE_TOKENS, 0, 256))
+    simulated = simulate(trace, learned, overhead_s, options.seed)
+    profile = {
+        pool: {name: round(value, 9) for name, value in each._asdict().items()} for pool, each in learned.items()
+    }
+    asked = {"requests": options.requests, "rate": options.rate, "warm": options.warm, "seed": options.seed}
+    return {
+        "benchmark": "simulator",
+        "conditions": before | asked,
+        "profile": profile,
+        "overhead_s": round(overhead_s, 4),
+        **compare(real, simulated),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=40, help="requests that are compared")
+    parser.add_argument("--rate", type=float, default=0.25, help="requests per second")
+    parser.add_argument("--warm", type=int, default=30, help="requests before them, to learn from")
+    parser.add_argument("--seed", type=int, default=1)
+    print(json.dumps(run(parser.parse_args(arguments))))
+
+
+if __name__ == "__main__":
+    main()

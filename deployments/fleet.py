@@ -192,7 +192,7 @@ class Fleet:
         self._overcommit = overcommit
         names: dict[str, int] = {}
         self._columns = {role: Columns(names) for role in Role}
-        self._stale_rows: set[str] = set()
+        self._stale_rows: dict[str, None] = {}  # in order, so that a run can be repeated
         self._shares: dict[str, _Share] = {}
         self._of_session: dict[str, dict[Key, Promise]] = {}
         self._known: tuple[ReplicaInfo, ...] | None = None
@@ -216,7 +216,7 @@ class Fleet:
         self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s, unknown)
         if snapshot.info is not None:
             self._shapes[snapshot.info.pool] = snapshot.info
-        self._stale_rows.add(snapshot.replica_id)
+        self._stale_rows[snapshot.replica_id] = None
         self._confirm(snapshot, now_s)
         self._take_finished(snapshot, known.snapshot.finished_version if known else 0, now_s)
         self._drop_released(snapshot.replica_id, now_s)
@@ -226,7 +226,7 @@ class Fleet:
         self._arrivals.pop(replica_id, None)
         self._peers.clear()
         self._known = None
-        self._stale_rows.add(replica_id)
+        self._stale_rows[replica_id] = None
         self._drop_released(replica_id, 0.0)
 
     def next_epoch(self, session_id: str, now_s: float) -> int:
@@ -341,8 +341,8 @@ class Fleet:
     def _shapes_known(self) -> tuple[ReplicaInfo, ...]:
         if self._known is None:
             infos = (arrival.snapshot.info for arrival in self._arrivals.values())
-            known = {info.replica_id: info for info in (*self._shapes.values(), *infos) if info is not None}
-            self._known = tuple(known.values())
+            shapes = (*self._shapes.values(), *(info for info in infos if info is not None))
+            self._known = tuple({_shape(info): info for info in shapes}.values())
         return self._known
 
     def _silent(self) -> tuple[Role, ...]:
@@ -375,7 +375,7 @@ class Fleet:
             if share is None:
                 share = self._shares[replica_id] = _Share(replica_id)
             share.put(promise, now_s)
-            self._stale_rows.add(replica_id)
+            self._stale_rows[replica_id] = None
 
     def _remove(self, promise: Promise, now_s: float) -> None:
         del self._promises[promise.key]
@@ -388,7 +388,7 @@ class Fleet:
             share.remove(promise, now_s)
             if not share.promises:
                 del self._shares[replica_id]
-            self._stale_rows.add(replica_id)
+            self._stale_rows[replica_id] = None
 
     def _confirm(self, snapshot: ReplicaSnapshot, now_s: float) -> None:
         share = self._shares.get(snapshot.replica_id)
@@ -418,11 +418,16 @@ class Fleet:
         return any(promise.placement.session_id in arrival.snapshot.sessions for arrival in arrivals)
 
 
+def _shape(info: ReplicaInfo) -> tuple[object, ...]:
+    """What decides which requests fit: replicas of a pool are alike, unless it is being updated."""
+    return info.pool, info.total_blocks, info.block_size, info.max_model_len
+
+
 def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
     """A replica's load: what is promised or what it reports, whichever is more.
 
     A session that it lists and the ledger does not know was promised before the session manager restarted.
-    Nobody knows any more what it reserved, so what is used then counts on top of what is promised.
+    Nobody knows any more what it reserved, so its share of what is used counts on top of what is promised.
     """
     snapshot, info, unknown = arrival.snapshot, arrival.snapshot.info, arrival.unknown
     assert info is not None, "a row is of a replica that has told what it is"
@@ -431,8 +436,8 @@ def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
         if not promise.finished and promise.placement.session_id in snapshot.sessions:
             promised += promise.takes_on(info.replica_id)[1]
             sessions += 1
-    taken = promised + snapshot.used_blocks if unknown else max(promised, snapshot.used_blocks)
-    expected = share.expected_blocks
+    theirs = -(-snapshot.used_blocks * unknown // len(snapshot.sessions)) if unknown else 0
+    taken = max(promised + theirs, snapshot.used_blocks)
     capacity = int(info.total_blocks * overcommit) if info.role is Role.DECODE else info.total_blocks
     head = next(iter(share.prompts.values()), None)
     return ReplicaView(
@@ -444,6 +449,6 @@ def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
         busy_until_s=share.begun_s + share.work_s if head else 0.0,
         behind_s=share.work_s - head.placement.forecast.prefill_s if head else 0.0,
         unknown_tokens=max(0, snapshot.backlog_tokens - share.backlog_tokens) if unknown else 0,
-        expected_blocks=expected + snapshot.used_blocks if unknown else max(expected, snapshot.used_blocks),
+        expected_blocks=max(share.expected_blocks + theirs, snapshot.used_blocks),
         held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
     )

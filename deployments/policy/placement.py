@@ -112,18 +112,19 @@ class Field:
         columns, tokens = self.columns(role), _tokens(self.request)
         need = np.ceil(tokens / columns["block_size"])
         room = (need <= columns["free_blocks"]) & (columns["sessions"] < columns["max_sessions"])
-        able: Flags = columns.ready & room & self._can_hold(columns, tokens)
+        able: Flags = columns.ready & room & self.can_hold(columns, tokens)
         return able
 
     def helpers(self) -> Flags:
         """The prefill replicas that could compute the prompt. They need not have free blocks: prefills queue."""
         columns = self.columns(Role.PREFILL)
-        able = columns.ready & self._can_hold(columns, self.request.prompt_tokens + 1)
+        able = columns.ready & self.can_hold(columns, self.request.prompt_tokens + 1)
         if self.settings.prefill_queue_s is None:
             return able
         return able & (self.outlook(Role.PREFILL).queue_s <= self.settings.prefill_queue_s)
 
-    def _can_hold(self, columns: Columns, tokens: int) -> Flags:
+    def can_hold(self, columns: Columns, tokens: int) -> Flags:
+        """The replicas that could hold so many tokens if they were empty, and whose pool takes such a request."""
         need = np.ceil(tokens / columns["block_size"])
         able: Flags = (tokens <= columns["max_model_len"]) & (need <= columns["total_blocks"])
         refusing = [
@@ -308,24 +309,19 @@ def _takes(here: Field, info: ReplicaInfo, tokens: int) -> bool:
     return _holds(info, tokens) and here.settings.limits.get(info.pool, Limits()).take(here.request)
 
 
-def _ready(here: Field, role: Role) -> list[int]:
-    return [int(row) for row in np.flatnonzero(here.columns(role).ready)]
-
-
 def _shortfall(here: Field, role: Role) -> Queue | Reject:
     """Why no replica of a role can own the session now."""
     tokens, columns = _tokens(here.request), here.columns(role)
     if never := _never_fits(here, role, tokens):
         return never
-    ready = _ready(here, role)
-    if not ready:
+    if not columns.ready.any():
         return Queue(f"no {role} replica is ready", unavailable=True)
-    able = [row for row in ready if _takes(here, columns.info(row), tokens)]
-    if not able:
+    able = np.flatnonzero(columns.ready & here.can_hold(columns, tokens))
+    if not able.size:
         return Queue(f"no ready {role} replica is large enough for {tokens} tokens")
-    if all(columns["sessions"][row] >= columns["max_sessions"][row] for row in able):
+    if (columns["sessions"][able] >= columns["max_sessions"][able]).all():
         return Queue(f"every {role} replica that fits runs its most sessions")
-    best = max(able, key=lambda row: float(columns["free_blocks"][row]))
+    best = int(able[columns["free_blocks"][able].argmax()])
     need = blocks_for(tokens, columns.info(best).block_size)
     free = int(columns["free_blocks"][best])
     return Queue(f"KV blocks are short: {need} needed, at most {free} free on a {role} replica")
@@ -336,10 +332,9 @@ def _helper_shortfall(here: Field) -> Queue | Reject:
     tokens, columns = here.request.prompt_tokens + 1, here.columns(Role.PREFILL)
     if never := _never_fits(here, Role.PREFILL, tokens):
         return never
-    ready = _ready(here, Role.PREFILL)
-    if not ready:
+    if not columns.ready.any():
         return Queue("no prefill replica is ready", unavailable=True)
-    if not any(_takes(here, columns.info(row), tokens) for row in ready):
+    if not (columns.ready & here.can_hold(columns, tokens)).any():
         return Queue(f"no ready prefill replica is large enough for {tokens} tokens")
     if not here.helpers().any():
         return Queue(f"every prefill replica has more than {here.settings.prefill_queue_s:g} s of work")

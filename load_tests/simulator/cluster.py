@@ -50,7 +50,7 @@ class Node:
 
 
 def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options: Options) -> BatonConfig:
-    """The application that would run this fleet for these classes."""
+    """The application that would run this fleet for these classes; who is promised less time waits at the front."""
     return BatonConfig.model_validate(
         {
             "model": {"max_model_len": cluster.max_model_len},
@@ -65,7 +65,10 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
                 "queue_timeout_s": options.queue_timeout_s,
                 "max_queued_requests": options.max_queued_requests,
                 "snapshot_interval_s": options.snapshot_interval_s,
-                "classes": {each.name: {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s} for each in classes},
+                "classes": {
+                    each.name: {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s, "rank": rank}
+                    for rank, each in enumerate(classes)
+                },
                 "default_class": classes[0].name,
                 **dict(options.placement),
             },

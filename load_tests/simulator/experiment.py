@@ -2,9 +2,9 @@
 
 **Objectives.** Mooncake's conversation has two classes: prompts of up to 16,384 tokens are promised the first token
 within 2 s, longer ones within 15 s; a simulated H100 with nothing else to do takes 0.7 s for the one and 13 s for the
-longest of the other. Azure's conversation and the made traces have one: 1 s; 99% of Azure's prompts take at most
-0.15 s alone. All are promised 0.05 s a token: 20 tokens a second, several times as fast as people read, and twice what
-a full H100 needs for a step of decode alone.
+longest of the other. Of those who wait, with any policy, the short ones go first (rank). Azure's conversation and the
+made traces have one class: 1 s; 99% of Azure's prompts take at most 0.15 s alone. All are promised 0.05 s a token: 20
+tokens a second, several times as fast as people read, and twice what a full H100 needs for a step of decode alone.
 
 **Load.** 1.0 is an estimate of what the fleet can do without any cache hit, prefill and decode each kept busy all the
 time: `capacity`. Where a policy stops keeping up is measured, not estimated.

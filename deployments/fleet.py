@@ -22,6 +22,8 @@ from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSn
 Key = tuple[str, int]
 """A promise's identity: session id and epoch."""
 
+_NOTHING: Mapping[str, tuple[float, ...]] = {}
+
 _SEEN_EVERY_S = 1.0
 """A promise's `seen_s` is brought up to date so often: it is compared with many times that."""
 
@@ -313,11 +315,16 @@ class Fleet:
         )
         return FleetView(tuple(ready), self._shapes_known(), self._silent(), now_s)
 
-    def live(self, now_s: float) -> LiveView:
-        """The fleet at this moment by columns, for policy; good until the next change."""
+    def live(self, now_s: float, coefficients: Mapping[str, tuple[float, ...]] | None = None) -> LiveView:
+        """The fleet at this moment by columns, for policy; good until the next change.
+
+        `coefficients`: what the steps of each pool take; a new object when they have changed.
+        """
         for replica_id in self._stale_rows:
             self._refresh(replica_id)
         self._stale_rows.clear()
+        for columns in self._columns.values():
+            columns.know(coefficients or _NOTHING)
         by_role = {role: columns.at(now_s, self._stale_s) for role, columns in self._columns.items()}
         return LiveView(by_role, self._shapes_known(), self._silent(), now_s)
 

@@ -6,6 +6,8 @@ A decision looks at every replica, so what it computes with is columns: one arra
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -64,11 +66,26 @@ LOAD = (
 )
 
 
+DERIVED = ("room_blocks", "capacity_tokens", "per_block", "step_s", "queue_until_s", "queue_floor_s")
+"""What every decision needs and only an event changes.
+
+`room_blocks`: free blocks, none where no session more may run. `capacity_tokens`: that an empty replica could hold.
+`per_block`: one block's share of all. `step_s`: a decode step at its load. `queue_until_s`, `queue_floor_s`: what is to
+be prefilled ends then, and takes no less than that from now on.
+"""
+
+UNKNOWN = (0.0, 0.0, 0.0, 0.0, 0.0)
+BASE, PREFILL_TOKEN, PREFILL_CONTEXT, SEQUENCE, CONTEXT = range(5)
+"""What a step takes (`policy.latency`), and each prompt token, token before one, sequence, and token held by one."""
+
+Coefficients = tuple[float, ...]
+
+
 class Columns:
     """The replicas of one role. Every array has a row per replica; a row that is not `ready` does not count.
 
     `pool` and `fingerprint` are codes: equal for equal strings, from 0, shared by all columns made with the same
-    `names`.
+    `names`. `sizes` and `engines` count the replicas by block size and by fingerprint.
     """
 
     def __init__(self, names: dict[str, int], capacity: int = 16) -> None:
@@ -79,7 +96,11 @@ class Columns:
         self.seen_s: Numbers = np.zeros(capacity)
         self.pool: Codes = np.zeros(capacity, np.int64)
         self.fingerprint: Codes = np.zeros(capacity, np.int64)
-        self.numbers: dict[str, Numbers] = {name: _blank(name, capacity) for name in (*SHAPE, *LOAD)}
+        self.numbers: dict[str, Numbers] = {name: _blank(name, capacity) for name in (*SHAPE, *LOAD, *DERIVED)}
+        self.sizes: Counter[int] = Counter()
+        self.engines: Counter[int] = Counter()
+        self.by_pool: dict[int, Coefficients] = {}
+        self._known: Mapping[str, Coefficients] = {}
         self._spare: list[int] = []
 
     def __getitem__(self, name: str) -> Numbers:
@@ -90,23 +111,68 @@ class Columns:
         row = self.rows.get(view.info.replica_id)
         if row is None:
             row = self._new_row(view.info.replica_id)
-        if self.infos[row] != view.info:
-            self.infos[row] = view.info
-            self.pool[row] = self.code(view.info.pool)
-            self.fingerprint[row] = self.code(view.info.fingerprint)
-            for name in SHAPE:
-                self.numbers[name][row] = getattr(view.info, name)
-            self.numbers["chunk_tokens"][row] = view.info.chunk_tokens or CHUNK_TOKENS
+        if self.infos[row] is not view.info and self.infos[row] != view.info:
+            self._shape(row, view.info)
         self.ready[row], self.seen_s[row] = ready, seen_s
+        numbers = self.numbers
         for name in LOAD:
-            self.numbers[name][row] = getattr(view, name)
+            numbers[name][row] = getattr(view, name)
+        numbers["room_blocks"][row] = view.free_blocks if view.sessions < view.info.max_sessions else -1
+        self._derive(row)
+
+    def know(self, coefficients: Mapping[str, Coefficients]) -> None:
+        """What each pool's steps take from now on. Cheap when it is the same object as before."""
+        if coefficients is self._known:
+            return
+        self._known = coefficients
+        before = self.by_pool
+        self.by_pool = {self.names[pool]: each for pool, each in coefficients.items() if pool in self.names}
+        changed = {code for code, each in self.by_pool.items() if before.get(code) != each}
+        for row in np.flatnonzero(np.isin(self.pool, list(changed))).tolist() if changed else ():
+            self._derive(row)
+
+    def _shape(self, row: int, info: ReplicaInfo) -> None:
+        self._uncount(row)
+        self.infos[row] = info
+        self.pool[row] = self.code(info.pool)
+        self.fingerprint[row] = self.code(info.fingerprint)
+        for name in SHAPE:
+            self.numbers[name][row] = getattr(info, name)
+        self.numbers["chunk_tokens"][row] = info.chunk_tokens or CHUNK_TOKENS
+        self.numbers["capacity_tokens"][row] = min(info.max_model_len, info.total_blocks * info.block_size)
+        self.numbers["per_block"][row] = 1.0 / max(1, info.total_blocks)
+        self.sizes[info.block_size] += 1
+        self.engines[int(self.fingerprint[row])] += 1
+
+    def _uncount(self, row: int) -> None:
+        if (info := self.infos[row]) is not None:
+            for counter, key in ((self.sizes, info.block_size), (self.engines, int(self.fingerprint[row]))):
+                counter[key] -= 1
+                if not counter[key]:
+                    del counter[key]
+
+    def _derive(self, row: int) -> None:
+        numbers, steps = self.numbers, self.by_pool.get(int(self.pool[row]), UNKNOWN)
+        held, sessions = numbers["held_tokens"][row], numbers["sessions"][row]
+        numbers["step_s"][row] = steps[BASE] + sessions * steps[SEQUENCE] + held * steps[CONTEXT]
+        unknown_s = numbers["unknown_tokens"][row] * steps[PREFILL_TOKEN]
+        numbers["queue_until_s"][row] = numbers["busy_until_s"][row] + unknown_s
+        numbers["queue_floor_s"][row] = max(0.0, numbers["behind_s"][row] + unknown_s)
 
     def drop(self, replica_id: str) -> None:
         """Take a replica out; its row waits for another."""
         row = self.rows.pop(replica_id, None)
         if row is not None:
+            self._uncount(row)
             self.infos[row], self.ready[row] = None, False
             self._spare.append(row)
+
+    def blocks_for(self, tokens: float) -> Numbers | float:
+        """Blocks that hold so many tokens: one number where all replicas have blocks of one size."""
+        if len(self.sizes) == 1:
+            return float(math.ceil(tokens / next(iter(self.sizes))))
+        blocks: Numbers = np.ceil(tokens / self.numbers["block_size"])
+        return blocks
 
     def code(self, name: str) -> int:
         return self.names.setdefault(name, len(self.names))
@@ -131,9 +197,10 @@ class Columns:
 
     def without_room_on(self, replica_ids: Collection[str]) -> Columns:
         """These columns, with no free block on the replicas named."""
-        free = self.numbers["free_blocks"].copy()
-        free[[self.rows[replica_id] for replica_id in replica_ids if replica_id in self.rows]] = 0
-        return self._with(numbers={**self.numbers, "free_blocks": free})
+        free, room = self.numbers["free_blocks"].copy(), self.numbers["room_blocks"].copy()
+        rows = [self.rows[replica_id] for replica_id in replica_ids if replica_id in self.rows]
+        free[rows] = room[rows] = 0
+        return self._with(numbers={**self.numbers, "free_blocks": free, "room_blocks": room})
 
     def _with(self, **changed: Any) -> Columns:
         other = Columns.__new__(Columns)

@@ -133,7 +133,7 @@ class Allocator:
             return Reject(CLOSED)
         session = _Session(request, self._knowledge(request), now_s)
         if not self.room:
-            decision = self._decide(session, self.fleet.live(now_s), now_s)
+            decision = self._decide(session, self.fleet.live(now_s, self._coefficients), now_s)
             if not isinstance(decision, Queue):
                 return self._settle(session, decision, now_s)
         elif (late := self._too_late(session, now_s)) is not None:
@@ -210,7 +210,7 @@ class Allocator:
         for sample in steps:
             model.observe(sample)
         if info.prior or model.count >= TRUSTED_STEPS:
-            self._coefficients[info.pool] = model.coefficients
+            self._coefficients = {**self._coefficients, info.pool: model.coefficients}
 
     def lost(self, replica_id: str) -> None:
         """A replica is gone: nothing is placed on it until it reports again."""
@@ -290,7 +290,7 @@ class Allocator:
     def _dispatch(self, now_s: float) -> None:
         """Answer everybody who can be answered, and those who waited too long."""
         while self.room:
-            view, tried = self.fleet.live(now_s), _Pass()
+            view, tried = self.fleet.live(now_s, self._coefficients), _Pass()
 
             def decide(request: SessionRequest, view: View, tried: _Pass = tried) -> Decision:
                 return self._retry(request, view, tried, now_s)
@@ -316,7 +316,7 @@ class Allocator:
     def _expire(self, now_s: float) -> None:
         retry_after_s = self.room.retry_after_s(now_s)
         for request in self.room.expired(now_s):
-            short = self._decide(self._sessions[request.session_id], self.fleet.live(now_s), now_s)
+            short = self._decide(self._sessions[request.session_id], self.fleet.live(now_s, self._coefficients), now_s)
             why = short.reason if isinstance(short, Queue) else "others were waiting longer"
             unavailable = isinstance(short, Queue) and short.unavailable
             reason = f"no capacity within {self._config.queue_timeout_s:g} s: {why}"

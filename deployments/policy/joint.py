@@ -13,7 +13,7 @@ from deployments.fleet_view import Codes, Flags, Numbers
 from deployments.messages import Role
 from deployments.policy.placement import Choice, Field, near_s
 
-CANDIDATES = 32
+CANDIDATES = 16
 """The best of each side that are paired."""
 
 FULL = 0.98
@@ -27,11 +27,13 @@ class Joint:
 
     def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
         decode, prefill = here.columns(Role.DECODE), here.columns(Role.PREFILL)
+        if len(decode.engines) == 1 and decode.engines.keys() == prefill.engines.keys():
+            return _best_pair(here, np.flatnonzero(owners), np.flatnonzero(helpers))
         best: Choice | None = None
-        for engine in set(decode.fingerprint[owners].tolist()):
+        for engine in decode.engines:
             there = np.flatnonzero(owners & (decode.fingerprint == engine))
             matching = np.flatnonzero(helpers & (prefill.fingerprint == engine))
-            if matching.size:
+            if there.size and matching.size:
                 choice = _best_pair(here, there, matching)
                 best = choice if best is None or choice.cost_s < best.cost_s else best
         return best
@@ -51,7 +53,7 @@ def _best_pair(here: Field, owners: Codes, helpers: Codes) -> Choice:
     owners, helpers = _least(decode_s, owners), _least(prefill_s, helpers)
     cost_s = decode_s[owners, None] + prefill_s[helpers]
     if here.knowledge.link_bytes_per_s:
-        moving_s = here.outlook(Role.DECODE).kv_bytes[owners, None] / here.knowledge.link_bytes_per_s
+        moving_s = here.outlook(Role.DECODE).kv_bytes(owners)[:, None] / here.knowledge.link_bytes_per_s
         hidden_s = here.outlook(Role.PREFILL).prefill_s[helpers]
         cost_s = cost_s + here.settings.weights.ttft * np.maximum(moving_s - hidden_s, 0.0)
     free = np.repeat(here.columns(Role.DECODE)["free_blocks"][owners], helpers.size)
@@ -63,8 +65,10 @@ def _first_token_s(here: Field, role: Role) -> Numbers:
     """What it costs to have the prompt computed on each replica."""
     weights, outlook = here.settings.weights, here.outlook(role)
     ttft_s = outlook.queue_s + outlook.prefill_s
-    late_s = np.maximum(ttft_s - here.objectives[0], 0.0)
-    return weights.ttft * ttft_s + weights.late * late_s - _pin(here, role)
+    cost_s: Numbers = weights.ttft * ttft_s
+    if here.objectives[0] < np.inf:
+        cost_s += weights.late * np.maximum(ttft_s - here.objectives[0], 0.0)
+    return _pinned(here, role, cost_s)
 
 
 def _decode_s(here: Field, role: Role) -> Numbers:
@@ -77,19 +81,21 @@ def _find_decode_s(here: Field, role: Role) -> Numbers:
     """What it costs to have the answer written on each replica: to this request, to the others, and in memory."""
     weights, outlook, columns = here.settings.weights, here.outlook(role), here.columns(role)
     steps, step_s = max(here.knowledge.output_tokens, 1.0), outlook.step_s
-    late_s = np.maximum(step_s - here.objectives[1], 0.0)
-    others = weights.others * columns["sessions"] * outlook.added_step_s
-    fill = np.clip(outlook.fill, 0.0, FULL)
-    barrier = weights.memory_s * fill / (1.0 - fill)
-    cost_s: Numbers = steps * (weights.decode * step_s + others + weights.late * late_s) + barrier - _pin(here, role)
+    cost_s: Numbers = (steps * weights.decode) * step_s
+    cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s)
+    if here.objectives[1] < np.inf:
+        cost_s += (steps * weights.late) * np.maximum(step_s - here.objectives[1], 0.0)
+    fill = np.minimum(outlook.fill, FULL)
+    cost_s += weights.memory_s * fill / (1.0 - fill)
+    return _pinned(here, role, cost_s)
+
+
+def _pinned(here: Field, role: Role, cost_s: Numbers) -> Numbers:
+    rows = here.columns(role).rows
+    for replica_id in here.knowledge.pinned:
+        if replica_id in rows:
+            cost_s[rows[replica_id]] -= here.settings.weights.pin_s
     return cost_s
-
-
-def _pin(here: Field, role: Role) -> Numbers | float:
-    if not here.knowledge.pinned:
-        return 0.0
-    columns = here.columns(role)
-    return columns.by_row(dict.fromkeys(here.knowledge.pinned, here.settings.weights.pin_s))
 
 
 def _least(cost_s: Numbers, rows: Codes) -> Codes:

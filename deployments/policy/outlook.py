@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from deployments.fleet_view import Columns, Numbers
+from deployments.fleet_view import (
+    BASE,
+    CONTEXT,
+    PREFILL_CONTEXT,
+    PREFILL_TOKEN,
+    SEQUENCE,
+    UNKNOWN,
+    Codes,
+    Columns,
+    Numbers,
+)
 from deployments.messages import SessionRequest
-
-BASE, PREFILL_TOKEN, PREFILL_CONTEXT, SEQUENCE, CONTEXT = range(5)
-"""Columns of `Knowledge.coefficients`: what a step takes, and each prompt token, sequence, and token before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +45,12 @@ class Limits:
 class Knowledge:
     """What is known at a request's arrival. Everything may be empty: then only memory and counts decide.
 
-    `coefficients`: five numbers per pool name, seconds of a step (see `BASE` and the rest). `hits`: leading blocks of
+    `coefficients`: five numbers per pool name, seconds of a step (see `fleet_view.BASE`). `hits`: leading blocks of
     the prompt in a replica's prefix cache, by replica id. `output_tokens`: expected, and `output_p90`. `trusted`: the
     pools whose coefficients were learnt. `pinned`: the replicas that the request's affinity names.
     """
 
-    coefficients: Mapping[str, tuple[float, float, float, float, float]] = field(default_factory=dict)
+    coefficients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     hits: Mapping[str, int] = field(default_factory=dict)
     output_tokens: float = 0.0
     trusted: frozenset[str] = frozenset()
@@ -51,62 +59,92 @@ class Knowledge:
 
 
 class Outlook:
-    """One request on every replica of a role. All columns have a row per replica; units are tokens and seconds."""
+    """One request on every replica of a role. All columns have a row per replica; units are tokens and seconds.
+
+    What depends on the pool alone is computed once a pool; the few replicas that have some of the prompt, one by one.
+    """
 
     def __init__(self, request: SessionRequest, columns: Columns, knowledge: Knowledge, now_s: float) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
-        table = np.zeros((len(columns.names) + 1, 5))
-        for pool, numbers in knowledge.coefficients.items():
-            if pool in columns.names:
-                table[columns.names[pool]] = numbers
-        self._per_row: Numbers = table.T[:, columns.pool]
-        hits = columns.by_row(knowledge.hits) * columns["block_size"]
+        columns.know(knowledge.coefficients)
+        self._hits: dict[int, int] = {}
         # A prompt that is cached whole is still computed at its last position, and so is that position's block.
-        self.cached_tokens: Numbers = np.minimum(hits, max(0, request.prompt_tokens - 1))
+        most = max(0, request.prompt_tokens - 1)
+        for replica_id, blocks in knowledge.hits.items():
+            row = columns.rows.get(replica_id)
+            if row is not None:
+                self._hits[row] = min(blocks * columns.info(row).block_size, most)
+
+    def _by_pool(self, per_pool: Callable[[tuple[float, ...]], float]) -> Numbers:
+        """A column of what is the same for all replicas of a pool."""
+        columns = self.columns
+        table = [per_pool(columns.by_pool.get(code, UNKNOWN)) for code in range(len(columns.names))]
+        column: Numbers = np.array(table)[columns.pool]
+        return column
+
+    def cached_on(self, row: int) -> int:
+        """Prompt tokens in a replica's prefix cache."""
+        return self._hits.get(row, 0)
+
+    @cached_property
+    def cached_tokens(self) -> Numbers:
+        """The same of all replicas."""
+        column = np.zeros(len(self.columns.ready))
+        for row, tokens in self._hits.items():
+            column[row] = tokens
+        return column
 
     @cached_property
     def queue_s(self) -> Numbers:
         """Until what was promised before is prefilled: by the clock, and no less than what waits behind the first."""
-        columns = self.columns
-        ahead = np.maximum(columns["busy_until_s"] - self.now_s, columns["behind_s"])
-        seconds: Numbers = np.maximum(ahead, 0.0) + columns["unknown_tokens"] * self._per_row[PREFILL_TOKEN]
+        seconds: Numbers = np.maximum(self.columns["queue_until_s"] - self.now_s, self.columns["queue_floor_s"])
         return seconds
 
     @cached_property
     def prefill_s(self) -> Numbers:
         """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
-        per_row, cached = self._per_row, self.cached_tokens
-        tokens = self.request.prompt_tokens - cached
-        context = tokens * (cached + (tokens - 1) / 2)
-        steps = np.ceil(tokens / self.columns["chunk_tokens"])
-        seconds: Numbers = steps * per_row[BASE] + tokens * per_row[PREFILL_TOKEN]
-        seconds += context * per_row[PREFILL_CONTEXT]
-        return seconds
+        columns, tokens = self.columns, self.request.prompt_tokens
+        column = self._by_pool(
+            lambda steps: tokens * steps[PREFILL_TOKEN] + _context(tokens, 0) * steps[PREFILL_CONTEXT]
+        )
+        column += self._chunks * self._by_pool(lambda steps: steps[BASE])
+        for row, cached in self._hits.items():
+            steps, new = columns.by_pool.get(int(columns.pool[row]), UNKNOWN), tokens - cached
+            chunks = math.ceil(new / columns["chunk_tokens"][row])
+            column[row] = chunks * steps[BASE] + new * steps[PREFILL_TOKEN]
+            column[row] += _context(new, cached) * steps[PREFILL_CONTEXT]
+        return column
+
+    @property
+    def _chunks(self) -> Numbers:
+        chunks: Numbers = np.ceil(self.request.prompt_tokens / self.columns["chunk_tokens"])
+        return chunks
 
     @cached_property
     def step_s(self) -> Numbers:
         """A decode step as it will be with this request in it."""
-        per_row, columns = self._per_row, self.columns
-        held = columns["held_tokens"] + self.request.prompt_tokens + self.knowledge.output_tokens / 2
-        seconds: Numbers = per_row[BASE] + (columns["sessions"] + 1) * per_row[SEQUENCE] + held * per_row[CONTEXT]
-        return seconds
+        return self.columns["step_s"] + self.added_step_s
 
     @cached_property
     def added_step_s(self) -> Numbers:
         """What this request adds to every decode step of the others."""
         held = self.request.prompt_tokens + self.knowledge.output_tokens / 2
-        seconds: Numbers = self._per_row[SEQUENCE] + held * self._per_row[CONTEXT]
-        return seconds
+        return self._by_pool(lambda steps: steps[SEQUENCE] + held * steps[CONTEXT])
 
-    @cached_property
-    def kv_bytes(self) -> Numbers:
-        """KV that would have to move to each replica: what its own cache does not hold."""
-        return (self.request.prompt_tokens - self.cached_tokens) * self.columns["kv_bytes_per_token"]
+    def kv_bytes(self, rows: Codes) -> Numbers:
+        """KV that would have to move to each of these replicas: what its own cache does not hold."""
+        missing = self.request.prompt_tokens - (self.cached_tokens[rows] if self._hits else 0.0)
+        size: Numbers = missing * self.columns["kv_bytes_per_token"][rows]
+        return size
 
     @cached_property
     def fill(self) -> Numbers:
         """The share of a replica's blocks that is expected to be taken with this request in it, 1 when all are."""
-        tokens = self.request.prompt_tokens + self.knowledge.output_tokens
-        need = np.ceil(tokens / self.columns["block_size"])
-        share: Numbers = (self.columns["expected_blocks"] + need) / self.columns["total_blocks"]
+        need = self.columns.blocks_for(self.request.prompt_tokens + self.knowledge.output_tokens)
+        share: Numbers = (self.columns["expected_blocks"] + need) * self.columns["per_block"]
         return share
+
+
+def _context(tokens: int, cached: int) -> float:
+    """The sum, over tokens of a prompt, of the tokens before each."""
+    return tokens * (cached + (tokens - 1) / 2)

@@ -110,10 +110,8 @@ class Field:
 
     def _find_owners(self, role: Role) -> Flags:
         columns, tokens = self.columns(role), _tokens(self.request)
-        need = np.ceil(tokens / columns["block_size"])
-        room = (need <= columns["free_blocks"]) & (columns["sessions"] < columns["max_sessions"])
-        able: Flags = columns.ready & room & self.can_hold(columns, tokens)
-        return able
+        able: Flags = columns["room_blocks"] >= columns.blocks_for(tokens)
+        return able & columns.ready & self.can_hold(columns, tokens)
 
     def helpers(self) -> Flags:
         """The prefill replicas that could compute the prompt. They need not have free blocks: prefills queue."""
@@ -125,8 +123,7 @@ class Field:
 
     def can_hold(self, columns: Columns, tokens: int) -> Flags:
         """The replicas that could hold so many tokens if they were empty, and whose pool takes such a request."""
-        need = np.ceil(tokens / columns["block_size"])
-        able: Flags = (tokens <= columns["max_model_len"]) & (need <= columns["total_blocks"])
+        able: Flags = columns["capacity_tokens"] >= tokens
         refusing = [
             columns.names[pool]
             for pool, limits in self.settings.limits.items()
@@ -270,7 +267,7 @@ def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placemen
         reserved_blocks=blocks_for(_tokens(here.request), owner.block_size),
         handoff_timeout_s=here.settings.handoff_timeout_s,
         session_timeout_s=here.settings.session_timeout_s,
-        cached_tokens=int(here.outlook(prefiller[0]).cached_tokens[prefiller[1]]),
+        cached_tokens=here.outlook(prefiller[0]).cached_on(prefiller[1]),
         forecast=_forecast(here, (role, choice.owner), prefiller),
     )
 
@@ -282,7 +279,7 @@ def _forecast(here: Field, owner: tuple[Role, int], prefiller: tuple[Role, int])
     queue_s, prefill_s = float(first.queue_s[prefill_row]), float(first.prefill_s[prefill_row])
     transfer_s = 0.0
     if owner != prefiller and here.knowledge.link_bytes_per_s:
-        transfer_s = max(0.0, float(then.kv_bytes[row]) / here.knowledge.link_bytes_per_s - prefill_s)
+        transfer_s = max(0.0, float(then.kv_bytes(np.array([row]))[0]) / here.knowledge.link_bytes_per_s - prefill_s)
     pools = {here.columns(each).info(at).pool for each, at in (owner, prefiller)}
     return Forecast(
         queue_s=queue_s,

@@ -6,11 +6,12 @@ Progress goes to stderr; the last line of stdout is one JSON object.
 **What runs.** `Allocator.open` of the policy `joint`, as the session manager calls it: prediction of the answer's
 length, the lookup of the prompt's blocks in the prefix index, choice of the pair, objectives of the class, the
 ledger's entry and the index's optimistic one. Nothing is mocked, nothing else runs in the process, and garbage
-collection is on. A third of the replicas prefill, the others decode, in two unlike pools. Before the clock starts, the
-index holds `--blocks` blocks over all replicas, in prefixes of which half are on several replicas, and `--sessions` sessions are
-in flight. Prompts are `PROMPT_BLOCKS` blocks long; of half of them some replicas have a prefix. After every decision,
-and off the clock, an older session has its prefill done or is closed and a replica reports, so that rows have to be
-made anew as in production: that work is timed apart, as `events_us`.
+collection is on. A third of the replicas prefill, the others decode, in two unlike pools.
+
+Before the clock starts, the index holds `--blocks` blocks over all replicas, in prefixes of which half are on two
+replicas, and `--sessions` sessions are in flight. Prompts are `PROMPT_BLOCKS` blocks long; of half of them some
+replicas have a prefix. After every decision, and off the clock, an older session has its prefill done, another is
+closed and a replica reports, so that rows are made anew as in production: that work is timed apart, as `events_us`.
 
 `index_bytes_per_block`: memory of the process that the index took when it was filled, by tracemalloc, over its blocks.
 """

@@ -12,9 +12,7 @@ from tests.e2e.cluster import Cluster, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-SENTENCE = (
-    " is the number of a story. Once upon a time there was a fox, and it was quick and brown and fond of dogs."
-)
+SENTENCE = " is the number of a story. Once upon a time there was a fox, and it was quick and brown and fond of dogs."
 SHORT, LONG = (1, 472), (25, 200)
 SKEWED = [SHORT] * 56 + [LONG] * 2
 """Sentences, and the most tokens of an answer: 4 and 7 blocks of 128 each, half as much again as there is."""

@@ -47,7 +47,7 @@ def config(engine: dict[str, Any] | None = None, **placement: Any) -> BatonConfi
         prefill_tokens_per_s=1e6,
     ).model_copy(update=engine or {})
     pools = {pool: PoolConfig(engine=base.model_copy(update={"num_blocks": blocks})) for pool, blocks in BLOCKS.items()}
-    times = {"queue_timeout_s": WAIT_S, "session_timeout_s": 2 * WAIT_S, "snapshot_interval_s": 0.01}
+    times = {"split": "always", "queue_timeout_s": WAIT_S, "session_timeout_s": 2 * WAIT_S, "snapshot_interval_s": 0.01}
     return BatonConfig(
         model=ModelConfig(max_model_len=MAX_MODEL_LEN),
         prefill=pools["prefill"],

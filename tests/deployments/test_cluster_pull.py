@@ -94,7 +94,7 @@ class Manager:
     async def prefill_done(self, session_id: str, epoch: int) -> None:
         self.told.append("prefill done")
 
-    async def close(self, session_id: str, epoch: int, outcome: str) -> None:
+    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
         self.told.append(outcome)
         self.closed.set()
 

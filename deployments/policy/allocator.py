@@ -209,7 +209,8 @@ class Allocator:
             model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else NO_PRIOR)
         for sample in steps:
             model.observe(sample)
-        if info.prior or model.count >= TRUSTED_STEPS:
+        is_news = bool(steps) or info.pool not in self._coefficients
+        if is_news and (info.prior or model.count >= TRUSTED_STEPS):
             self._coefficients = {**self._coefficients, info.pool: model.coefficients}
 
     def lost(self, replica_id: str) -> None:
@@ -261,7 +262,9 @@ class Allocator:
         request = session.request
         priority = self._classes.resolve(request.priority)
         objectives = (priority.ttft_s or UNBOUNDED, priority.tpot_s or UNBOUNDED)
-        decision = place(request, view, self._settings, self._policy, self._rng, session.knowledge, objectives)
+        # What was learned while it waited counts, and a view by columns is only good for the newest coefficients.
+        knowledge = replace(session.knowledge, coefficients=self._coefficients)
+        decision = place(request, view, self._settings, self._policy, self._rng, knowledge, objectives)
         if not isinstance(decision, Admit) or not self._config.admission:
             return decision
         refusal = verdict(

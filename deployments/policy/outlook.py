@@ -66,7 +66,7 @@ class Outlook:
 
     def __init__(self, request: SessionRequest, columns: Columns, knowledge: Knowledge, now_s: float) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
-        columns.know(knowledge.coefficients)
+        columns.know(knowledge.coefficients)  # a live view's know them already
         self._hits: dict[int, int] = {}
         # A prompt that is cached whole is still computed at its last position, and so is that position's block.
         most = max(0, request.prompt_tokens - 1)

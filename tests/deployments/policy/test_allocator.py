@@ -267,3 +267,19 @@ def test_engines_that_differ_are_never_paired() -> None:
         for number in range(20):
             placement = admitted(allocator, ask(f"a{number}", 64, 8, allowed=(Mode.DISAGGREGATED,)))
             assert placement.owner.replica_id == "d1"
+
+
+def test_what_is_learned_while_somebody_waits_counts_for_them_too() -> None:
+    p0, d0 = info("p0"), info("d0", total_blocks=20)
+    allocator = allocator_of(p0, d0)
+    first = admitted(allocator, ask("a"))
+    assert allocator.open(ask("b"), 0.0) is None
+    for number in range(8):
+        report(allocator, p0, 2 + number, steps=steps(TRUSTED_STEPS, slower=3.0))
+    allocator.close("a", first.epoch, "stop", 1.0, 5)
+    ((_, decision),) = allocator.answers(1.0)
+    assert isinstance(decision, Admit)
+    assert decision.placement.forecast.prefill_s == pytest.approx(3 * first.forecast.prefill_s, rel=0.2)
+    columns = allocator.fleet.live(1.0, allocator._coefficients).columns(Role.PREFILL)
+    known = columns.by_pool[columns.names["prefill"]]
+    assert known == allocator.models["prefill"].coefficients

@@ -5,7 +5,7 @@ real NIXL, one prefill and one decode replica), everything split. Progress goes 
 one JSON object. A run takes about six minutes.
 
 **What runs.** First a load that is not compared teaches the session manager what steps take here: `--warm` requests
-like those of the trace, one after another and then at the trace's rate. What it learned (`predictions` in
+like those of the trace, at the trace's rate. What it learned (`predictions` in
 `/baton/status`) is the simulator's profile. Then the trace, over HTTP, streamed, every request at its time whatever
 became of those before it (open loop). Then the same trace in the simulator. Prompts are random tokens: nothing is
 cached. Answers have exactly the trace's length.
@@ -153,20 +153,11 @@ async def measure(url: str, trace: Trace, warm: Trace) -> tuple[list[Seen], dict
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
         client = Client(http, seed=trace.requests[0].prompt_tokens)
         probes = [await client.ask(PROBE_TOKENS, 8) for _ in range(6)]
-        for request in warm.requests[: len(warm.requests) // 2]:
-            await client.ask(request.prompt_tokens, request.output_tokens)
-        await client.replay(Trace(warm.name, warm.block_tokens, _from_zero(warm.requests[len(warm.requests) // 2 :])))
+        await client.replay(warm)  # at the trace's own rate: engines that share cores are slower when both are busy
         steps = (await http.get("/baton/status")).json()["predictions"]["steps"]
         learned = {pool: Coefficients(*(each[name] for name in NAMES)) for pool, each in steps.items()}
         print(f"learned: {steps}", file=sys.stderr)
         return await client.replay(trace), learned, min(probe.ttft_s for probe in probes)
-
-
-def _from_zero(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
-    first_s = requests[0].at_s
-    return tuple(
-        TraceRequest(each.at_s - first_s, each.prompt_tokens, each.output_tokens, each.hashes) for each in requests
-    )
 
 
 def simulate(trace: Trace, learned: dict[str, Coefficients], overhead_s: float, seed: int) -> list[Seen]:
@@ -225,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=40, help="requests that are compared")
     parser.add_argument("--rate", type=float, default=0.25, help="requests per second")
-    parser.add_argument("--warm", type=int, default=30, help="requests before them, to learn from")
+    parser.add_argument("--warm", type=int, default=36, help="requests before them, to learn from")
     parser.add_argument("--seed", type=int, default=1)
     print(json.dumps(run(parser.parse_args(arguments))))
 

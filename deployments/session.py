@@ -56,7 +56,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOver:
-    """The prefill replica has done its part."""
+    """The prompt is computed: whoever prefilled has that much less to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Session:
         """Admission has placed the session."""
         self._check("placed")
         self.mode = mode
-        self.state = State.PREFILLING if mode is Mode.DISAGGREGATED else State.DECODING
+        self.state = State.PREFILLING
         return []
 
     def output(self, role: Role, output: Any, finish: Finish | None) -> list[Effect]:
@@ -117,6 +117,9 @@ class Session:
             return self.failed(error(f"the {role} engine could not go on with the request"))
         if self.state is State.DECODING:
             return self._deliver(output, finish)
+        if not self._split:  # its first: the one replica has computed the prompt
+            self.state = State.DECODING
+            return self._deliver(output, finish) + ([PrefillOver()] if finish is None else [])
         if self.state is State.PULLING:
             self.state = State.DECODING
             return [EndPrefill(), *self._deliver(output, finish)]

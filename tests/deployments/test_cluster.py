@@ -210,6 +210,19 @@ async def test_modes_and_rules_are_noted(cluster: InProcess, sampling: dict[str,
     await cluster.settle()
 
 
+async def test_a_prompt_that_is_computed_where_it_is_answered_is_backlog_until_then_only(cluster: InProcess) -> None:
+    answer = await (await cluster.ask(prompt(20), max_tokens=400, temperature=1.0, seed=0)).has(1)
+
+    async def is_prefilled() -> bool:
+        return not (await cluster.placed(answer))["prefilling"]
+
+    await until(is_prefilled)
+    assert answer.context.modes == {Mode.DECODE_LOCAL}
+    assert answer.reason is None
+    await cluster.core.abort_requests_async([answer.request_id])
+    await cluster.settle()
+
+
 async def test_a_short_prompt_is_not_worth_splitting(launch: Launch) -> None:
     cluster = await launch(config(split_min_prompt_tokens=10))
     short, enough = await cluster.answer(prompt(9), max_tokens=4), await cluster.answer(prompt(10), max_tokens=4)

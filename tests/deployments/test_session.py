@@ -67,7 +67,8 @@ WAYS: dict[str, tuple[State, list[Event]]] = {
     "pulled": (State.PREFILLING, [pulled]),
     "pulled, prefilled": (State.PULLING, [pulled, FIRST]),
     "pulled, decoding": (State.DECODING, [pulled, FIRST, output(D, "first")]),
-    "decode local": (State.DECODING, [placed(Mode.DECODE_LOCAL)]),
+    "decode local": (State.PREFILLING, [placed(Mode.DECODE_LOCAL)]),
+    "decode local, begun": (State.DECODING, [placed(Mode.DECODE_LOCAL), output(D)]),
     "prefill local": (State.DECODING, [placed(Mode.PREFILL_LOCAL), output(P)]),
     "answered": (State.OVER, [SPLIT, FIRST, output(D, "last", Finish.LENGTH)]),
     "failed": (State.OVER, [SPLIT, failed]),
@@ -149,7 +150,12 @@ def test_a_split_session() -> None:
 @pytest.mark.parametrize("finish", [Finish.LENGTH, Finish.STOP, Finish.ABORT])
 def test_a_session_on_one_replica(mode: Mode, role: Role, finish: Finish) -> None:
     effects = run([placed(mode), output(role, 1), output(role, 2), output(role, 3, finish), ended(role, True)])
-    assert effects == [Deliver(1, False), Deliver(2, False), Deliver(3, True), Close(str(finish))]
+    assert effects == [Deliver(1, False), PrefillOver(), Deliver(2, False), Deliver(3, True), Close(str(finish))]
+
+
+@pytest.mark.parametrize(("mode", "role"), LOCAL.items())
+def test_one_output_that_is_the_whole_answer_ends_the_prefill_by_closing(mode: Mode, role: Role) -> None:
+    assert run([placed(mode), output(role, 1, Finish.STOP)]) == [Deliver(1, True), Close("stop")]
 
 
 def test_a_pulled_session() -> None:
@@ -177,7 +183,7 @@ def test_a_pulled_session_whose_prefill_was_aborted_starts_no_decode() -> None:
 def test_a_session_on_one_replica_has_no_handoff_to_pull(mode: Mode) -> None:
     session = Session("s", Handoff.PULLED)
     effects = run([placed(mode), output(LOCAL[mode], 1), output(LOCAL[mode], 2, Finish.LENGTH)], session)
-    assert effects == [Deliver(1, False), Deliver(2, True), Close("length")]
+    assert effects == [Deliver(1, False), PrefillOver(), Deliver(2, True), Close("length")]
 
 
 def test_decode_outputs_that_overtake_prefill_are_held_and_come_in_order() -> None:

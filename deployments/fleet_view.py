@@ -32,16 +32,15 @@ class ReplicaView:
     """One replica that can be placed on now.
 
     `free_blocks`: neither used nor promised to anybody. `backlog_tokens`: prompt tokens it has yet to compute.
-    `work_s`: seconds that they are predicted to take, `busy_until_s`: when that began plus what it takes, and
-    `behind_s`: what of it stands behind the prompt in progress. `unknown_tokens`: of the backlog, what nobody has
-    predicted. `expected_blocks`: what its sessions are expected to hold in the end, `held_tokens` on the way.
+    `busy_until_s`: when that is predicted to end, `behind_s`: what of it stands behind the prompt in progress.
+    `unknown_tokens`: of the backlog, what nobody has predicted. `expected_blocks`: what its sessions are expected to
+    hold in the end, `held_tokens` on the way.
     """
 
     info: ReplicaInfo
     free_blocks: int
     sessions: int
     backlog_tokens: int
-    work_s: float = 0.0
     busy_until_s: float = 0.0
     behind_s: float = 0.0
     unknown_tokens: int = 0
@@ -52,20 +51,17 @@ class ReplicaView:
 CHUNK_TOKENS = 2048
 """Prompt tokens in a step, where a replica does not say."""
 
-SHAPE = ("total_blocks", "block_size", "max_sessions", "max_model_len", "chunk_tokens", "kv_bytes_per_token")
+SHAPE = ("block_size", "max_sessions", "chunk_tokens", "kv_bytes_per_token")
 LOAD = (
     "free_blocks",
     "sessions",
     "backlog_tokens",
-    "work_s",
     "busy_until_s",
     "behind_s",
     "unknown_tokens",
     "expected_blocks",
     "held_tokens",
 )
-
-
 DERIVED = ("room_blocks", "capacity_tokens", "per_block", "step_s", "queue_until_s", "queue_floor_s")
 """What every decision needs and only an event changes.
 
@@ -85,7 +81,8 @@ class Columns:
     """The replicas of one role. Every array has a row per replica; a row that is not `ready` does not count.
 
     `pool` and `fingerprint` are codes: equal for equal strings, from 0, shared by all columns made with the same
-    `names`. `sizes` and `engines` count the replicas by block size and by fingerprint.
+    `names`. `sizes` and `engines` count the replicas by block size and by fingerprint. `by_pool`: what the steps of a
+    pool take, by its code; empty while nobody knows.
     """
 
     def __init__(self, names: dict[str, int], capacity: int = 16) -> None:
@@ -101,6 +98,7 @@ class Columns:
         self.engines: Counter[int] = Counter()
         self.by_pool: dict[int, Coefficients] = {}
         self._known: Mapping[str, Coefficients] = {}
+        self._unread: list[int] = []
         self._spare: list[int] = []
 
     def __getitem__(self, name: str) -> Numbers:
@@ -118,18 +116,28 @@ class Columns:
         for name in LOAD:
             numbers[name][row] = getattr(view, name)
         numbers["room_blocks"][row] = view.free_blocks if view.sessions < view.info.max_sessions else -1
-        self._derive(row)
+        self._unread.append(row)
 
-    def know(self, coefficients: Mapping[str, Coefficients]) -> None:
-        """What each pool's steps take from now on. Cheap when it is the same object as before."""
-        if coefficients is self._known:
+    def derive(self, coefficients: Mapping[str, Coefficients]) -> None:
+        """Bring up to date what depends on rows and coefficients, once for all rows that were put; then read.
+
+        `coefficients`: what each pool's steps take; a new object when they have changed.
+        """
+        rows: list[int] | slice = self._unread
+        if coefficients is not self._known:
+            self._known = coefficients
+            self.by_pool = {self.code(pool): each for pool, each in coefficients.items()}
+            rows = slice(None)
+        if rows == []:
             return
-        self._known = coefficients
-        before = self.by_pool
-        self.by_pool = {self.names[pool]: each for pool, each in coefficients.items() if pool in self.names}
-        changed = {code for code, each in self.by_pool.items() if before.get(code) != each}
-        for row in np.flatnonzero(np.isin(self.pool, list(changed))).tolist() if changed else ():
-            self._derive(row)
+        table = np.array([self.by_pool.get(code, UNKNOWN) for code in range(len(self.names))] or [UNKNOWN])
+        steps, numbers = table.T[:, self.pool[rows]], self.numbers
+        held, unknown = numbers["held_tokens"][rows], numbers["unknown_tokens"][rows]
+        numbers["step_s"][rows] = steps[BASE] + numbers["sessions"][rows] * steps[SEQUENCE] + held * steps[CONTEXT]
+        unknown_s = unknown * steps[PREFILL_TOKEN]
+        numbers["queue_until_s"][rows] = numbers["busy_until_s"][rows] + unknown_s
+        numbers["queue_floor_s"][rows] = np.maximum(numbers["behind_s"][rows] + unknown_s, 0.0)
+        self._unread.clear()
 
     def _shape(self, row: int, info: ReplicaInfo) -> None:
         self._uncount(row)
@@ -150,14 +158,6 @@ class Columns:
                 counter[key] -= 1
                 if not counter[key]:
                     del counter[key]
-
-    def _derive(self, row: int) -> None:
-        numbers, steps = self.numbers, self.by_pool.get(int(self.pool[row]), UNKNOWN)
-        held, sessions = numbers["held_tokens"][row], numbers["sessions"][row]
-        numbers["step_s"][row] = steps[BASE] + sessions * steps[SEQUENCE] + held * steps[CONTEXT]
-        unknown_s = numbers["unknown_tokens"][row] * steps[PREFILL_TOKEN]
-        numbers["queue_until_s"][row] = numbers["busy_until_s"][row] + unknown_s
-        numbers["queue_floor_s"][row] = max(0.0, numbers["behind_s"][row] + unknown_s)
 
     def drop(self, replica_id: str) -> None:
         """Take a replica out; its row waits for another."""
@@ -181,15 +181,6 @@ class Columns:
         info = self.infos[row]
         assert info is not None, "only rows of replicas are chosen"
         return info
-
-    def by_row(self, by_replica: Mapping[str, float]) -> Numbers:
-        """A column of what is given by replica id, 0 for the others."""
-        column = np.zeros(len(self.ready))
-        for replica_id, value in by_replica.items():
-            row = self.rows.get(replica_id)
-            if row is not None:
-                column[row] = value
-        return column
 
     def at(self, now_s: float, stale_s: float) -> Columns:
         """These columns, ready only what was seen within `stale_s`; the arrays are shared."""
@@ -229,7 +220,7 @@ class Columns:
 
 def _blank(name: str, size: int) -> Numbers:
     """Rows without a replica. What others are divided by is 1 there."""
-    return np.ones(size) if name in ("block_size", "total_blocks", "chunk_tokens") else np.zeros(size)
+    return np.ones(size) if name in ("block_size", "chunk_tokens") else np.zeros(size)
 
 
 class View(Protocol):
@@ -272,6 +263,7 @@ class FleetView:
             columns.code(name)  # both roles' columns must agree on the codes
         for view in self.of(role):
             columns.put(view)
+        columns.derive({})
         return columns
 
     def without_room_on(self, replica_ids: Collection[str]) -> FleetView:

@@ -139,11 +139,11 @@ class SessionManager:
     async def _wait(self, session_id: str) -> Admit | Reject:
         answer: asyncio.Future[Admit | Reject] = asyncio.get_running_loop().create_future()
         self._waiting[session_id] = answer
+        deadline_s = self._allocator.deadline_s(session_id)
         try:
             self._tell()
             while not answer.done():
-                deadline_s = self._allocator.next_deadline_s()
-                left_s = 0.0 if deadline_s is None else deadline_s - self._clock()
+                left_s = deadline_s - self._clock()
                 await asyncio.wait({answer}, timeout=max(left_s, 0.0) + _LATE_S)
                 self._tell()
             return answer.result()

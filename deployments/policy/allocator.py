@@ -34,7 +34,7 @@ from deployments.policy.latency import Coefficients, StepModel
 from deployments.policy.length import LengthPredictor
 from deployments.policy.objectives import verdict
 from deployments.policy.outlook import Knowledge, Limits
-from deployments.policy.placement import PlacementSettings, Weights, place
+from deployments.policy.placement import PlacementSettings, place
 from deployments.policy.policies import POLICIES
 from deployments.policy.prefix_index import PrefixIndex
 
@@ -109,7 +109,7 @@ class Allocator:
         self._coefficients: dict[str, Coefficients] = {}
         self._link_bytes_per_s = config.channel.link_bytes_per_s
         self._sessions: dict[str, _Session] = {}
-        self._answers: list[tuple[str, Admit | Reject]] = []
+        self._answers: dict[str, Admit | Reject] = {}
         self._pins: OrderedDict[str, frozenset[str]] = OrderedDict()
         self._left: dict[str, float] = {}
         self._flow = _Flow()
@@ -145,17 +145,17 @@ class Allocator:
         if entered.displaced is not None:
             self._answer(entered.displaced.request.session_id, entered.displaced.decision)
         self._dispatch(now_s)
-        mine = next((each for each in self._answers if each[0] == request.session_id), None)
-        if mine is None:
-            return None
-        self._answers.remove(mine)
-        return mine[1]
+        return self._answers.pop(request.session_id, None)
 
     def answers(self, now_s: float) -> list[tuple[str, Admit | Reject]]:
         """The answers to those who waited, each once. Call it after every event and at `next_deadline_s`."""
         self._dispatch(now_s)
-        answers, self._answers = self._answers, []
-        return answers
+        answers, self._answers = self._answers, {}
+        return list(answers.items())
+
+    def deadline_s(self, session_id: str) -> float:
+        """When one of the waiting will have waited too long. Raises KeyError for one that does not wait."""
+        return self.room.deadline_s(session_id)
 
     def next_deadline_s(self) -> float | None:
         """When the first of the waiting will have waited too long."""
@@ -209,8 +209,8 @@ class Allocator:
             model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else NO_PRIOR)
         for sample in steps:
             model.observe(sample)
-        is_news = bool(steps) or info.pool not in self._coefficients
-        if is_news and (info.prior or model.count >= TRUSTED_STEPS):
+        is_known = info.prior or model.count >= TRUSTED_STEPS
+        if is_known and self._coefficients.get(info.pool) != model.coefficients:
             self._coefficients = {**self._coefficients, info.pool: model.coefficients}
 
     def lost(self, replica_id: str) -> None:
@@ -250,7 +250,6 @@ class Allocator:
     def _knowledge(self, request: SessionRequest) -> Knowledge:
         length = self.lengths.predict(request)
         return Knowledge(
-            coefficients=self._coefficients,
             hits=self.index.hits(request.hashes) if request.hashes else {},
             output_tokens=length.mean,
             trusted=frozenset(pool for pool, model in self.models.items() if model.count >= TRUSTED_STEPS),
@@ -262,9 +261,7 @@ class Allocator:
         request = session.request
         priority = self._classes.resolve(request.priority)
         objectives = (priority.ttft_s or UNBOUNDED, priority.tpot_s or UNBOUNDED)
-        # What was learned while it waited counts, and a view by columns is only good for the newest coefficients.
-        knowledge = replace(session.knowledge, coefficients=self._coefficients)
-        decision = place(request, view, self._settings, self._policy, self._rng, knowledge, objectives)
+        decision = place(request, view, self._settings, self._policy, self._rng, session.knowledge, objectives)
         if not isinstance(decision, Admit) or not self._config.admission:
             return decision
         refusal = verdict(
@@ -328,7 +325,7 @@ class Allocator:
     def _answer(self, session_id: str, decision: Admit | Reject) -> None:
         if isinstance(decision, Reject):
             self._sessions.pop(session_id, None)
-        self._answers.append((session_id, decision))
+        self._answers[session_id] = decision
 
     def _settle(self, session: _Session, decision: Admit | Reject, now_s: float) -> Admit | Reject:
         """Enter a decision into the books: from here on, somebody has to close the session."""
@@ -371,6 +368,6 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         max_retry_after_s=placement.queue_timeout_s,
         split_always=placement.split == "always",
         prefill_queue_s=placement.prefill_queue_s,
-        weights=Weights(**placement.weights.model_dump()),
+        weights=placement.weights,
         limits=limits,
     )

@@ -45,12 +45,11 @@ class Limits:
 class Knowledge:
     """What is known at a request's arrival. Everything may be empty: then only memory and counts decide.
 
-    `coefficients`: five numbers per pool name, seconds of a step (see `fleet_view.BASE`). `hits`: leading blocks of
-    the prompt in a replica's prefix cache, by replica id. `output_tokens`: expected, and `output_p90`. `trusted`: the
-    pools whose coefficients were learnt. `pinned`: the replicas that the request's affinity names.
+    `hits`: leading blocks of the prompt in a replica's prefix cache, by replica id. `output_tokens`: expected.
+    `trusted`: the pools whose steps were learnt. `pinned`: the replicas that the request's affinity names.
+    `link_bytes_per_s`: between two replicas; 0 is unknown.
     """
 
-    coefficients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     hits: Mapping[str, int] = field(default_factory=dict)
     output_tokens: float = 0.0
     trusted: frozenset[str] = frozenset()
@@ -66,7 +65,6 @@ class Outlook:
 
     def __init__(self, request: SessionRequest, columns: Columns, knowledge: Knowledge, now_s: float) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
-        columns.know(knowledge.coefficients)  # a live view's know them already
         self._hits: dict[int, int] = {}
         # A prompt that is cached whole is still computed at its last position, and so is that position's block.
         most = max(0, request.prompt_tokens - 1)

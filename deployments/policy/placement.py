@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from configs.schema import WeightsConfig
 from deployments.fleet_view import Columns, Flags, Numbers, View, blocks_for
 from deployments.messages import (
     Admit,
@@ -31,26 +32,6 @@ from deployments.policy.outlook import Knowledge, Limits, Outlook
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """What a second of each kind counts, and what counts as equal.
-
-    `ttft`: until the first token. `decode`: of this request's own decoding. `others`: that it costs the requests beside
-    it. `late`: over an objective of its class. `memory_s`: seconds that a half full decode replica is worth less than
-    an empty one. `pin_s`: seconds that the replicas of an affinity are worth more. Costs within `near_s`, or within
-    `near_share` of the best, are equal: chance decides.
-    """
-
-    ttft: float = 1.0
-    decode: float = 1.0
-    others: float = 1.0
-    late: float = 10.0
-    memory_s: float = 0.2
-    pin_s: float = 5.0
-    near_s: float = 0.002
-    near_share: float = 0.01
-
-
-@dataclass(frozen=True, slots=True)
 class PlacementSettings:
     """`split_min_prompt_tokens`: shorter prompts are prefilled by the decode replica itself.
 
@@ -65,7 +46,7 @@ class PlacementSettings:
     max_retry_after_s: float = 30.0
     split_always: bool = False
     prefill_queue_s: float | None = None
-    weights: Weights = Weights()
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     limits: Mapping[str, Limits] = field(default_factory=dict)
 
 
@@ -173,7 +154,7 @@ def place(
     missed: list[Queue | Reject] = []
     best: tuple[Choice, Mode, str] | None = None
     # Without any idea of times, one replica would always seem to cost less than two.
-    weighs = policy.weighs_splitting and bool(knowledge.coefficients) and not settings.split_always
+    weighs = policy.weighs_splitting and bool(here.columns(Role.DECODE).by_pool) and not settings.split_always
     for mode in _modes(request, here, settings):
         choice = _CHOOSERS[mode](here, policy)
         if not isinstance(choice, Choice):
@@ -190,19 +171,16 @@ def place(
     return Admit(_placement(here, mode, reason, choice))
 
 
-def near_s(cost_s: float, weights: Weights) -> float:
+def near_s(cost_s: float, weights: WeightsConfig) -> float:
     """How much more than `cost_s` counts as equal to it."""
     return max(weights.near_s, weights.near_share * abs(cost_s))
 
 
 def claims(request: SessionRequest, view: View) -> frozenset[str]:
     """The ready decode replicas that could hold a request if empty: what a patient waiter waits for."""
-    columns, tokens = view.columns(Role.DECODE), _tokens(request)
-    return frozenset(
-        replica_id
-        for replica_id, row in columns.rows.items()
-        if columns.ready[row] and _holds(columns.info(row), tokens)
-    )
+    columns = view.columns(Role.DECODE)
+    able = columns.ready & (columns["capacity_tokens"] >= _tokens(request))
+    return frozenset(columns.info(row).replica_id for row in np.flatnonzero(able).tolist())
 
 
 def _modes(request: SessionRequest, here: Field, settings: PlacementSettings) -> tuple[Mode, ...]:

@@ -11,7 +11,8 @@ collection is on. A third of the replicas prefill, the others decode, in two unl
 Before the clock starts, the index holds `--blocks` blocks over all replicas, in prefixes of which half are on two
 replicas, and `--sessions` sessions are in flight. Prompts are `PROMPT_BLOCKS` blocks long; of half of them some
 replicas have a prefix. After every decision, and off the clock, an older session has its prefill done, another is
-closed and a replica reports, so that rows are made anew as in production: that work is timed apart, as `events_us`.
+closed and a replica reports, a step with it, so that rows are made anew as in production: that work is timed apart, as
+`events_us`.
 
 `index_bytes_per_block`: memory of the process that the index took when it was filled, by tracemalloc, over its blocks.
 """
@@ -30,7 +31,17 @@ from typing import Any
 import numpy as np
 
 from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
-from deployments.messages import Admit, CacheChange, Mode, Phase, ReplicaInfo, ReplicaSnapshot, Role, SessionRequest
+from deployments.messages import (
+    Admit,
+    CacheChange,
+    Mode,
+    Phase,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+    SessionRequest,
+    StepSample,
+)
 from deployments.policy.allocator import Allocator
 from deployments.policy.prefix_index import PrefixIndex
 from load_tests.machine import conditions
@@ -93,7 +104,10 @@ class Cluster:
 
     def report(self, info: ReplicaInfo) -> None:
         self.versions += 1
-        self.allocator.report(ReplicaSnapshot(info.replica_id, self.versions, Phase.READY, info), self.now_s)
+        sequences = self.rng.randint(1, 64)
+        step = StepSample(PRIOR[0] + sequences * PRIOR[3] * self.rng.uniform(0.9, 1.1), 0, 0, sequences, 0)
+        snapshot = ReplicaSnapshot(info.replica_id, self.versions, Phase.READY, info, steps=(step,))
+        self.allocator.report(snapshot, self.now_s)
 
     def request(self) -> SessionRequest:
         self.number += 1

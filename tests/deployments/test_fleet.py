@@ -273,4 +273,4 @@ def test_the_ledger_is_exact_after_any_order_of_messages(events: list[tuple[str,
     assert not messages.fleet._shares
     assert not messages.fleet._of_session
     for view in messages.fleet.view(messages.now_s).ready:
-        assert (view.free_blocks, view.sessions, view.work_s) == (view.info.total_blocks, 0, 0.0)
+        assert (view.free_blocks, view.sessions, view.busy_until_s) == (view.info.total_blocks, 0, 0.0)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.schema import WeightsConfig
 from deployments.fleet import Fleet
 from deployments.fleet_view import FleetView, ReplicaView
 from deployments.messages import (
@@ -25,7 +26,7 @@ from deployments.messages import (
     SessionRequest,
 )
 from deployments.policy.joint import Joint
-from deployments.policy.placement import PlacementSettings, Weights, claims
+from deployments.policy.placement import PlacementSettings, claims
 from deployments.policy.placement import place as place_by
 from deployments.policy.split import ANY
 
@@ -43,7 +44,6 @@ def replica(
         room,
         load.get("sessions", 0),
         backlog,
-        work_s=backlog / 1000,
         busy_until_s=backlog / 1000,
         behind_s=backlog / 1000,
         expected_blocks=total - room,
@@ -87,7 +87,7 @@ def test_the_replica_whose_memory_is_expected_to_fill_least_wins() -> None:
 def test_chance_decides_between_equals_in_proportion_to_what_is_free() -> None:
     rng = random.Random(0)
     view = fleet_of(replica("d0", total=100), replica("d1", total=300), prefill("p0"), prefill("p1"))
-    settings = replace(SETTINGS, weights=Weights(near_s=1.0))
+    settings = replace(SETTINGS, weights=WeightsConfig(near_s=1.0))
     decisions = [place_by(ask(), view, settings, Joint(), rng) for _ in range(400)]
     placements = [decision.placement for decision in decisions if isinstance(decision, Admit)]
     owners = [placement.owner.replica_id for placement in placements]

@@ -22,9 +22,6 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +35,7 @@ import numpy as np
 import yaml
 
 from deployments.policy.latency import Coefficients
+from load_tests.application import ROOT, Application
 from load_tests.machine import conditions
 from load_tests.simulator.cluster import Options
 from load_tests.simulator.experiment import make_allocator
@@ -47,11 +45,10 @@ from load_tests.simulator.simulation import Simulation
 from load_tests.simulator.synthetic import Lengths, poisson
 from load_tests.simulator.traces import Trace, TraceRequest
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "cpu-1p1d.yaml"
 MODEL = "smollm2-135m-instruct"
 PROMPTS, ANSWERS = Lengths(250, 0.6, least=32, most=1000), Lengths(30, 0.5, least=8, most=80)
-START_S, STOP_S, REQUEST_S = 600.0, 90.0, 600.0
+REQUEST_S = 600.0
 PROBE_TOKENS = 32
 TARGETS = {"p50": 0.15, "p90": 0.25}
 NAMES = Coefficients._fields
@@ -63,48 +60,6 @@ class Seen:
 
     ttft_s: float
     tpot_s: float
-
-
-class App:
-    """The application, started as `make serve` does, on ports of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        serve = yaml.safe_load(CONFIG.read_text())
-        serve["applications"][0]["args"]["placement"] = {"split": "always", "queue_timeout_s": REQUEST_S}
-        path = directory / CONFIG.name
-        path.write_text(yaml.safe_dump(serve))
-        port, ray, dashboard = (_free_port() for _ in range(3))
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = directory / "launch.log"
-        command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
-        command += ["--ray-port", str(ray), "--dashboard-port", str(dashboard)]
-        with self._log.open("w") as output:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def wait(self) -> None:
-        """Until it is ready. Raises SystemExit with the end of its log when it does not come up."""
-        deadline = time.monotonic() + START_S
-        while "Ready in" not in self._log.read_text():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the application did not start:\n{self._log.read_text()[-2000:]}")
-            time.sleep(0.5)
-
-    def stop(self) -> None:
-        """Ctrl-C, as a user would."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            try:
-                self._process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Client:
@@ -191,12 +146,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     trace = poisson(options.rate, options.requests, options.seed, PROMPTS, ANSWERS)
     warm = poisson(options.rate, options.warm, options.seed + 1, PROMPTS, ANSWERS)
     with tempfile.TemporaryDirectory() as directory:
-        app = App(Path(directory))
+        serve = yaml.safe_load(CONFIG.read_text())
+        serve["applications"][0]["args"]["placement"] = {"split": "always", "queue_timeout_s": REQUEST_S}
+        application = Application(serve, Path(directory))
         try:
-            app.wait()
-            real, learned, probe_s = asyncio.run(measure(app.url, trace, warm))
+            application.wait()
+            real, learned, probe_s = asyncio.run(measure(application.url, trace, warm))
         finally:
-            app.stop()
+            application.stop()
     overhead_s = max(0.0, probe_s - learned["prefill"].prefill_s(PROBE_TOKENS, 0, 256))
     simulated = simulate(trace, learned, overhead_s, options.seed)
     profile = {

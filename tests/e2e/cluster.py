@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 import uuid
 from dataclasses import dataclass
@@ -16,16 +12,9 @@ from typing import Any
 import httpx
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 90.0
+from load_tests.application import ROOT, Application, NotStarted
+
 MARKER = "BATON_TEST_RUN"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -36,8 +25,7 @@ class Cluster:
     url: str
     dashboard_url: str
     trace_dir: Path
-    process: subprocess.Popen[str]
-    log: Path
+    application: Application
     marker: str
 
     def status(self) -> dict[str, Any]:
@@ -76,42 +64,19 @@ def start(config: str, directory: Path) -> Cluster:
     arguments = serve["applications"][0]["args"]
     trace_dir = directory / "trace"
     arguments.setdefault("channel", {})["trace_dir"] = str(trace_dir)
-    path = directory / config
-    path.write_text(yaml.safe_dump(serve))
-    port, dashboard = free_port(), free_port()
-    command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
-    command += ["--ray-port", str(free_port()), "--dashboard-port", str(dashboard)]
-    log, marker = directory / "launch.log", uuid.uuid4().hex
-    with log.open("w") as output:
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARKER: marker}
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-    cluster = Cluster(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", trace_dir, process, log, marker)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while "Ready in" not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            stop(cluster)
-            raise AssertionError(f"the application did not start:\n{log.read_text()[-4000:]}")
-        time.sleep(0.5)
-    return cluster
+    marker = uuid.uuid4().hex
+    application = Application(serve, directory, {MARKER: marker})
+    try:
+        application.wait()
+    except NotStarted:
+        application.stop()
+        raise
+    return Cluster(application.url, application.dashboard_url, trace_dir, application, marker)
 
 
 def stop(cluster: Cluster) -> list[str]:
     """Ctrl-C, as a user would; the command lines of what is left of its processes afterwards."""
-    if cluster.process.poll() is None:
-        cluster.process.send_signal(signal.SIGINT)
-        try:
-            cluster.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            cluster.process.kill()
-            cluster.process.wait(10)
+    cluster.application.stop()
     return marked(cluster.marker)
 
 

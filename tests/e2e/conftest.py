@@ -14,8 +14,9 @@ import pytest
 
 from deployments.engine.build import environment
 from deployments.model import DEFAULT_CACHE_DIR, resolve
+from load_tests.application import ROOT
 from tests.e2e import cluster as clusters
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import Cluster
 
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 500, 1000, 1800)
 ANSWER_TOKENS = 12

@@ -1,0 +1,72 @@
+"""A whole Baton for a benchmark or a test: started as a user starts it, on ports of its own, and ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 90.0
+
+
+class NotStarted(Exception):
+    """The application did not come up; the message ends with its log."""
+
+
+class Application:
+    """`serve`: what a `serve run` file holds. `directory`: for that file and the log, `launch.log`.
+
+    `environment`: variables of all its processes beside our own. Whoever makes one stops it.
+    """
+
+    def __init__(self, serve: Mapping[str, Any], directory: Path, environment: Mapping[str, str] | None = None) -> None:
+        path = directory / "serve.yaml"
+        path.write_text(yaml.safe_dump(dict(serve)))
+        port, ray_port, dashboard_port = (_free_port() for _ in range(3))
+        self.url, self.dashboard_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}"
+        self.log = directory / "launch.log"
+        command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
+        command += ["--ray-port", str(ray_port), "--dashboard-port", str(dashboard_port)]
+        ours = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        with self.log.open("w") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=ours | dict(environment or {}),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Until it says that it is ready. Raises NotStarted when it ends or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Ready in" not in self.log.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise NotStarted(f"the application did not start:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Ctrl-C, as a user would; idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, replace
 
 from deployments.fleet_view import Columns, FleetView, LiveView, ReplicaView, blocks_for
 from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.policy.latency import Coefficients
 
 Key = tuple[str, int]
 """A promise's identity: session id and epoch."""
 
-_NOTHING: Mapping[str, tuple[float, ...]] = {}
+_NOTHING: Mapping[str, Coefficients] = {}
 
 _SEEN_EVERY_S = 1.0
 """A promise's `seen_s` is brought up to date so often: it is compared with many times that."""
@@ -315,7 +316,7 @@ class Fleet:
         )
         return FleetView(tuple(ready), self._shapes_known(), self._silent(), now_s)
 
-    def live(self, now_s: float, coefficients: Mapping[str, tuple[float, ...]] | None = None) -> LiveView:
+    def live(self, now_s: float, coefficients: Mapping[str, Coefficients] | None = None) -> LiveView:
         """The fleet at this moment by columns, for policy; good until the next change.
 
         `coefficients`: what the steps of each pool take; a new object when they have changed.

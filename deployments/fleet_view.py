@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deployments.messages import ReplicaInfo, Role
+from deployments.policy.latency import Coefficients
 
 Numbers = NDArray[np.float64]
 Codes = NDArray[np.int64]
@@ -70,11 +71,7 @@ DERIVED = ("room_blocks", "capacity_tokens", "per_block", "step_s", "queue_until
 be prefilled ends then, and takes no less than that from now on.
 """
 
-UNKNOWN = (0.0, 0.0, 0.0, 0.0, 0.0)
-BASE, PREFILL_TOKEN, PREFILL_CONTEXT, SEQUENCE, CONTEXT = range(5)
-"""What a step takes (`policy.latency`), and each prompt token, token before one, sequence, and token held by one."""
-
-Coefficients = tuple[float, ...]
+UNKNOWN = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Columns:
@@ -131,10 +128,11 @@ class Columns:
         if rows == []:
             return
         table = np.array([self.by_pool.get(code, UNKNOWN) for code in range(len(self.names))] or [UNKNOWN])
-        steps, numbers = table.T[:, self.pool[rows]], self.numbers
-        held, unknown = numbers["held_tokens"][rows], numbers["unknown_tokens"][rows]
-        numbers["step_s"][rows] = steps[BASE] + numbers["sessions"][rows] * steps[SEQUENCE] + held * steps[CONTEXT]
-        unknown_s = unknown * steps[PREFILL_TOKEN]
+        base_s, prefill_token_s, _, sequence_s, context_s = table.T[:, self.pool[rows]]
+        numbers = self.numbers
+        sessions, held = numbers["sessions"][rows], numbers["held_tokens"][rows]
+        numbers["step_s"][rows] = base_s + sessions * sequence_s + held * context_s
+        unknown_s = numbers["unknown_tokens"][rows] * prefill_token_s
         numbers["queue_until_s"][rows] = numbers["busy_until_s"][rows] + unknown_s
         numbers["queue_floor_s"][rows] = np.maximum(numbers["behind_s"][rows] + unknown_s, 0.0)
         self._unread.clear()

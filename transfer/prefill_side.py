@@ -182,9 +182,7 @@ class PrefillSide:
     def hello(self, sender: bytes, hello: control.Hello) -> None:
         agent = _Agent(hello.agent, hello.layout, hello.address)
         known = {peer: other for peer, other in self.agents.items() if peer == sender or other.name == agent.name}
-        if sender in known and known != {
-            sender: agent
-        }:  # and no answer: "refused" would say that we do not write to it
+        if sender in known and known != {sender: agent}:  # no answer: "refused" would say that we do not write to it
             self._outbox.counts["messages_refused"] += 1
             return
         reason = self._refused.get(sender)

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.schema import BatonConfig
 from deployments.fleet import Fleet, Promise
-from deployments.fleet_view import View
+from deployments.fleet_view import UNKNOWN, View
 from deployments.messages import (
     Admit,
     Decision,
@@ -206,7 +206,7 @@ class Allocator:
     def _learn(self, info: ReplicaInfo, steps: Sequence[StepSample]) -> None:
         model = self.models.get(info.pool)
         if model is None:
-            model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else NO_PRIOR)
+            model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else UNKNOWN)
         for sample in steps:
             model.observe(sample)
         is_known = info.prior or model.count >= TRUSTED_STEPS
@@ -348,9 +348,6 @@ class Allocator:
             self._pins.move_to_end(request.affinity)
             if len(self._pins) > AFFINITIES:
                 self._pins.popitem(last=False)
-
-
-NO_PRIOR = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def settings_of(config: BatonConfig) -> PlacementSettings:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from deployments.fleet_view import (
-    BASE,
-    CONTEXT,
-    PREFILL_CONTEXT,
-    PREFILL_TOKEN,
-    SEQUENCE,
-    UNKNOWN,
-    Codes,
-    Columns,
-    Numbers,
-)
+from deployments.fleet_view import UNKNOWN, Codes, Columns, Numbers
 from deployments.messages import SessionRequest
+from deployments.policy.latency import Coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,7 @@ class Outlook:
             if row is not None:
                 self._hits[row] = min(blocks * columns.info(row).block_size, most)
 
-    def _by_pool(self, per_pool: Callable[[tuple[float, ...]], float]) -> Numbers:
+    def _by_pool(self, per_pool: Callable[[Coefficients], float]) -> Numbers:
         """A column of what is the same for all replicas of a pool."""
         columns = self.columns
         table = [per_pool(columns.by_pool.get(code, UNKNOWN)) for code in range(len(columns.names))]
@@ -102,21 +92,13 @@ class Outlook:
     def prefill_s(self) -> Numbers:
         """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
         columns, tokens = self.columns, self.request.prompt_tokens
-        column = self._by_pool(
-            lambda steps: tokens * steps[PREFILL_TOKEN] + _context(tokens, 0) * steps[PREFILL_CONTEXT]
-        )
-        column += self._chunks * self._by_pool(lambda steps: steps[BASE])
+        steps = np.ceil(tokens / columns["chunk_tokens"])
+        column = self._by_pool(lambda pool: pool.prefill_s(tokens, 0, tokens))  # as one step
+        column += (steps - 1) * self._by_pool(lambda pool: pool.base_s)
         for row, cached in self._hits.items():
-            steps, new = columns.by_pool.get(int(columns.pool[row]), UNKNOWN), tokens - cached
-            chunks = math.ceil(new / columns["chunk_tokens"][row])
-            column[row] = chunks * steps[BASE] + new * steps[PREFILL_TOKEN]
-            column[row] += _context(new, cached) * steps[PREFILL_CONTEXT]
+            pool = columns.by_pool.get(int(columns.pool[row]), UNKNOWN)
+            column[row] = pool.prefill_s(tokens, cached, int(columns["chunk_tokens"][row]))
         return column
-
-    @property
-    def _chunks(self) -> Numbers:
-        chunks: Numbers = np.ceil(self.request.prompt_tokens / self.columns["chunk_tokens"])
-        return chunks
 
     @cached_property
     def step_s(self) -> Numbers:
@@ -127,7 +109,7 @@ class Outlook:
     def added_step_s(self) -> Numbers:
         """What this request adds to every decode step of the others."""
         held = self.request.prompt_tokens + self.knowledge.output_tokens / 2
-        return self._by_pool(lambda steps: steps[SEQUENCE] + held * steps[CONTEXT])
+        return self._by_pool(lambda pool: pool.sequence_s + held * pool.context_s)
 
     def kv_bytes(self, rows: Codes) -> Numbers:
         """KV that would have to move to each of these replicas: what its own cache does not hold."""
@@ -141,8 +123,3 @@ class Outlook:
         need = self.columns.blocks_for(self.request.prompt_tokens + self.knowledge.output_tokens)
         share: Numbers = (self.columns["expected_blocks"] + need) * self.columns["per_block"]
         return share
-
-
-def _context(tokens: int, cached: int) -> float:
-    """The sum, over tokens of a prompt, of the tokens before each."""
-    return tokens * (cached + (tokens - 1) / 2)

@@ -325,7 +325,7 @@ class Fleet:
             self._refresh(replica_id)
         self._stale_rows.clear()
         for columns in self._columns.values():
-            columns.derive(coefficients or _NOTHING)
+            columns.learn(coefficients or _NOTHING)
         by_role = {role: columns.at(now_s, self._stale_s) for role, columns in self._columns.items()}
         return LiveView(by_role, self._shapes_known(), self._silent(), now_s)
 
@@ -454,7 +454,7 @@ def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
         sessions=max(sessions + unknown, snapshot.running + snapshot.waiting),
         backlog_tokens=max(share.backlog_tokens, snapshot.backlog_tokens) if unknown else share.backlog_tokens,
         busy_until_s=share.begun_s + share.work_s if head else 0.0,
-        behind_s=share.work_s - head.placement.forecast.prefill_s if head else 0.0,
+        behind_s=max(0.0, share.work_s - head.placement.forecast.prefill_s) if head else 0.0,
         unknown_tokens=max(0, snapshot.backlog_tokens - share.backlog_tokens) if unknown else 0,
         expected_blocks=max(share.expected_blocks + theirs, snapshot.used_blocks),
         held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),

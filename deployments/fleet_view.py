@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaView:
+class ReplicaView(NamedTuple):
     """One replica that can be placed on now.
 
     `free_blocks`: neither used nor promised to anybody. `backlog_tokens`: prompt tokens it has yet to compute.
@@ -52,34 +51,33 @@ class ReplicaView:
 CHUNK_TOKENS = 2048
 """Prompt tokens in a step, where a replica does not say."""
 
-SHAPE = ("block_size", "max_sessions", "chunk_tokens", "kv_bytes_per_token")
-LOAD = (
-    "free_blocks",
-    "sessions",
-    "backlog_tokens",
-    "busy_until_s",
-    "behind_s",
-    "unknown_tokens",
-    "expected_blocks",
-    "held_tokens",
-)
-DERIVED = ("room_blocks", "capacity_tokens", "per_block", "step_s", "queue_until_s", "queue_floor_s")
-"""What every decision needs and only an event changes.
-
-`room_blocks`: free blocks, none where no session more may run. `capacity_tokens`: that an empty replica could hold.
-`per_block`: one block's share of all. `step_s`: a decode step at its load. `queue_until_s`, `queue_floor_s`: what is to
-be prefilled ends then, and takes no less than that from now on.
+LOAD = ReplicaView._fields[1:]
+TIMES = ("step_s", "queue_until_s", "queue_floor_s")
+"""By load and what steps take. `step_s`: of a decode step. `queue_until_s`, `queue_floor_s`: what is to be prefilled
+ends then, and takes no less than that from now on.
 """
+SHAPE = ("block_size", "max_sessions", "kv_bytes_per_token", "capacity_tokens", "per_block")
+"""What does not change. `capacity_tokens`: that an empty replica could hold. `per_block`: one block's share of all."""
+NUMBERS = (*LOAD, "room_blocks", *TIMES, *SHAPE)
+"""`room_blocks`: free blocks, none where no session more may run."""
+CHANGING = slice(len(LOAD) + 1 + len(TIMES))
 
 UNKNOWN = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Kind(NamedTuple):
+    """Replicas whose steps take the same: of a pool, and with as many prompt tokens in a step."""
+
+    pool: str
+    chunk_tokens: int
 
 
 class Columns:
     """The replicas of one role. Every array has a row per replica; a row that is not `ready` does not count.
 
-    `pool` and `fingerprint` are codes: equal for equal strings, from 0, shared by all columns made with the same
-    `names`. `sizes` and `engines` count the replicas by block size and by fingerprint. `by_pool`: what the steps of a
-    pool take, by its code; empty while nobody knows.
+    `fingerprint` has codes: equal for equal strings, from 0, shared by all columns made with the same `names`. `kind`
+    has places in `kinds`. `sizes` and `engines` count the replicas by block size and by fingerprint. `coefficients`:
+    what the steps of a pool take; empty while nobody knows.
     """
 
     def __init__(self, names: dict[str, int], capacity: int = 16) -> None:
@@ -88,14 +86,15 @@ class Columns:
         self.infos: list[ReplicaInfo | None] = []
         self.ready: Flags = np.zeros(capacity, np.bool_)
         self.seen_s: Numbers = np.zeros(capacity)
-        self.pool: Codes = np.zeros(capacity, np.int64)
+        self.kinds: list[Kind] = []
+        self.kind: Codes = np.zeros(capacity, np.int64)
         self.fingerprint: Codes = np.zeros(capacity, np.int64)
-        self.numbers: dict[str, Numbers] = {name: _blank(name, capacity) for name in (*SHAPE, *LOAD, *DERIVED)}
+        self._table: Numbers = _blank(capacity)
+        self.numbers: dict[str, Numbers] = dict(zip(NUMBERS, self._table, strict=True))
         self.sizes: Counter[int] = Counter()
         self.engines: Counter[int] = Counter()
-        self.by_pool: dict[int, Coefficients] = {}
-        self._known: Mapping[str, Coefficients] = {}
-        self._unread: list[int] = []
+        self.coefficients: Mapping[str, Coefficients] = {}
+        self._steps: list[Coefficients] = []
         self._spare: list[int] = []
 
     def __getitem__(self, name: str) -> Numbers:
@@ -109,44 +108,48 @@ class Columns:
         if self.infos[row] is not view.info and self.infos[row] != view.info:
             self._shape(row, view.info)
         self.ready[row], self.seen_s[row] = ready, seen_s
-        numbers = self.numbers
-        for name in LOAD:
-            numbers[name][row] = getattr(view, name)
-        numbers["room_blocks"][row] = view.free_blocks if view.sessions < view.info.max_sessions else -1
-        self._unread.append(row)
+        room = view.free_blocks if view.sessions < view.info.max_sessions else -1
+        times = _times(self._steps[self.kind[row]], *view[1:])
+        self._table[CHANGING, row] = (*view[1:], room, *times)
 
-    def derive(self, coefficients: Mapping[str, Coefficients]) -> None:
-        """Bring up to date what depends on rows and coefficients, once for all rows that were put; then read.
+    def learn(self, coefficients: Mapping[str, Coefficients]) -> None:
+        """What each pool's steps take; a new object when that has changed, and not changed itself."""
+        if coefficients is not self.coefficients:
+            self.coefficients = coefficients
+            self._steps = [coefficients.get(kind.pool, UNKNOWN) for kind in self.kinds]
+            by_row = Coefficients(*np.array(self._steps or [UNKNOWN]).T[:, self.kind])
+            for name, column in zip(TIMES, _times(by_row, *(self.numbers[name] for name in LOAD)), strict=True):
+                self.numbers[name][:] = column
 
-        `coefficients`: what each pool's steps take; a new object when they have changed.
-        """
-        rows: list[int] | slice = self._unread
-        if coefficients is not self._known:
-            self._known = coefficients
-            self.by_pool = {self.code(pool): each for pool, each in coefficients.items()}
-            rows = slice(None)
-        if rows == []:
-            return
-        table = np.array([self.by_pool.get(code, UNKNOWN) for code in range(len(self.names))] or [UNKNOWN])
-        base_s, prefill_token_s, _, sequence_s, context_s = table.T[:, self.pool[rows]]
-        numbers = self.numbers
-        sessions, held = numbers["sessions"][rows], numbers["held_tokens"][rows]
-        numbers["step_s"][rows] = base_s + sessions * sequence_s + held * context_s
-        unknown_s = numbers["unknown_tokens"][rows] * prefill_token_s
-        numbers["queue_until_s"][rows] = numbers["busy_until_s"][rows] + unknown_s
-        numbers["queue_floor_s"][rows] = np.maximum(numbers["behind_s"][rows] + unknown_s, 0.0)
-        self._unread.clear()
+    def kind_of(self, row: int) -> tuple[Coefficients, Kind]:
+        """What a replica's steps take, and its kind."""
+        number = int(self.kind[row])
+        return self._steps[number], self.kinds[number]
+
+    def of_kinds(self, number: Callable[[Coefficients, Kind], float]) -> Numbers:
+        """A column of what is the same for all replicas of a kind."""
+        table = list(map(number, self._steps, self.kinds))
+        column: Numbers = np.array(table or [0.0]).take(self.kind)
+        return column
 
     def _shape(self, row: int, info: ReplicaInfo) -> None:
         self._uncount(row)
         self.infos[row] = info
-        self.pool[row] = self.code(info.pool)
+        kind = Kind(info.pool, info.chunk_tokens or CHUNK_TOKENS)
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+            self._steps.append(self.coefficients.get(info.pool, UNKNOWN))
+        self.kind[row] = self.kinds.index(kind)
         self.fingerprint[row] = self.code(info.fingerprint)
-        for name in SHAPE:
-            self.numbers[name][row] = getattr(info, name)
-        self.numbers["chunk_tokens"][row] = info.chunk_tokens or CHUNK_TOKENS
-        self.numbers["capacity_tokens"][row] = min(info.max_model_len, info.total_blocks * info.block_size)
-        self.numbers["per_block"][row] = 1.0 / max(1, info.total_blocks)
+        capacity_tokens = min(info.max_model_len, info.total_blocks * info.block_size)
+        shape = (
+            info.block_size,
+            info.max_sessions,
+            info.kv_bytes_per_token,
+            capacity_tokens,
+            1.0 / max(1, info.total_blocks),
+        )
+        self._table[-len(SHAPE) :, row] = shape
         self.sizes[info.block_size] += 1
         self.engines[int(self.fingerprint[row])] += 1
 
@@ -209,16 +212,36 @@ class Columns:
 
     def _grow(self) -> None:
         size = len(self.ready)
-        self.ready, self.seen_s, self.pool, self.fingerprint = (
+        self.ready, self.seen_s, self.kind, self.fingerprint = (
             np.concatenate([array, np.zeros(size, array.dtype)])
-            for array in (self.ready, self.seen_s, self.pool, self.fingerprint)
+            for array in (self.ready, self.seen_s, self.kind, self.fingerprint)
         )
-        self.numbers = {name: np.concatenate([column, _blank(name, size)]) for name, column in self.numbers.items()}
+        self._table = np.concatenate([self._table, _blank(size)], axis=1)
+        self.numbers = dict(zip(NUMBERS, self._table, strict=True))
 
 
-def _blank(name: str, size: int) -> Numbers:
+def _blank(size: int) -> Numbers:
     """Rows without a replica. What others are divided by is 1 there."""
-    return np.ones(size) if name in ("block_size", "chunk_tokens") else np.zeros(size)
+    table = np.zeros((len(NUMBERS), size))
+    table[NUMBERS.index("block_size")] = 1.0
+    return table
+
+
+def _times(
+    steps: Coefficients,
+    free_blocks: Any,
+    sessions: Any,
+    backlog_tokens: Any,
+    busy_until_s: Any,
+    behind_s: Any,
+    unknown_tokens: Any,
+    expected_blocks: Any,
+    held_tokens: Any,
+) -> tuple[Any, Any, Any]:
+    """TIMES of one replica, or columns of them, from LOAD; `steps` of the one, or of each."""
+    unknown_s = unknown_tokens * steps.prefill_token_s
+    step_s = steps.base_s + sessions * steps.sequence_s + held_tokens * steps.context_s
+    return step_s, busy_until_s + unknown_s, behind_s + unknown_s
 
 
 class View(Protocol):
@@ -257,15 +280,14 @@ class FleetView:
 
     def columns(self, role: Role) -> Columns:
         columns = Columns({}, max(1, len(self.ready)))
-        for name in sorted({text for view in self.ready for text in (view.info.pool, view.info.fingerprint)}):
-            columns.code(name)  # both roles' columns must agree on the codes
+        for fingerprint in sorted({view.info.fingerprint for view in self.ready}):
+            columns.code(fingerprint)  # both roles' columns must agree on the codes
         for view in self.of(role):
             columns.put(view)
-        columns.derive({})
         return columns
 
     def without_room_on(self, replica_ids: Collection[str]) -> FleetView:
-        ready = (replace(view, free_blocks=0) if view.info.replica_id in replica_ids else view for view in self.ready)
+        ready = (view._replace(free_blocks=0) if view.info.replica_id in replica_ids else view for view in self.ready)
         return replace(self, ready=tuple(ready))
 
 

@@ -49,6 +49,9 @@ SWEEP_S = 1.0
 TRUSTED_STEPS = 64
 """A pool's times are acted upon once so many of its steps were seen."""
 
+LEARN_EVERY_S = 0.1
+"""What steps are known to take changes so often; it changes little by little."""
+
 AFFINITIES = 65_536
 """Affinity keys that are remembered."""
 
@@ -106,7 +109,9 @@ class Allocator:
         self.index = PrefixIndex()
         self.lengths = LengthPredictor()
         self.models: dict[str, StepModel] = {}
+        self._known_pools: set[str] = set()
         self._coefficients: dict[str, Coefficients] = {}
+        self._learned_s = -LEARN_EVERY_S
         self._link_bytes_per_s = config.channel.link_bytes_per_s
         self._sessions: dict[str, _Session] = {}
         self._answers: dict[str, Admit | Reject] = {}
@@ -133,7 +138,7 @@ class Allocator:
             return Reject(CLOSED)
         session = _Session(request, self._knowledge(request), now_s)
         if not self.room:
-            decision = self._decide(session, self.fleet.live(now_s, self._coefficients), now_s)
+            decision = self._decide(session, self._live(now_s), now_s)
             if not isinstance(decision, Queue):
                 return self._settle(session, decision, now_s)
         elif (late := self._too_late(session, now_s)) is not None:
@@ -209,9 +214,17 @@ class Allocator:
             model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else UNKNOWN)
         for sample in steps:
             model.observe(sample)
-        is_known = info.prior or model.count >= TRUSTED_STEPS
-        if is_known and self._coefficients.get(info.pool) != model.coefficients:
-            self._coefficients = {**self._coefficients, info.pool: model.coefficients}
+        if info.prior or model.count >= TRUSTED_STEPS:
+            self._known_pools.add(info.pool)
+
+    def _live(self, now_s: float) -> View:
+        """The fleet now. What was learned of steps is let in now and then, for it makes every row anew."""
+        is_news = len(self._coefficients) < len(self._known_pools)
+        if is_news or not self._learned_s <= now_s < self._learned_s + LEARN_EVERY_S:
+            self._learned_s = now_s
+            known = {pool: self.models[pool].coefficients for pool in sorted(self._known_pools)}
+            self._coefficients = self._coefficients if known == self._coefficients else known
+        return self.fleet.live(now_s, self._coefficients)
 
     def lost(self, replica_id: str) -> None:
         """A replica is gone: nothing is placed on it until it reports again."""
@@ -290,7 +303,7 @@ class Allocator:
     def _dispatch(self, now_s: float) -> None:
         """Answer everybody who can be answered, and those who waited too long."""
         while self.room:
-            view, tried = self.fleet.live(now_s, self._coefficients), _Pass()
+            view, tried = self._live(now_s), _Pass()
 
             def decide(request: SessionRequest, view: View, tried: _Pass = tried) -> Decision:
                 return self._retry(request, view, tried, now_s)
@@ -316,7 +329,7 @@ class Allocator:
     def _expire(self, now_s: float) -> None:
         retry_after_s = self.room.retry_after_s(now_s)
         for request in self.room.expired(now_s):
-            short = self._decide(self._sessions[request.session_id], self.fleet.live(now_s, self._coefficients), now_s)
+            short = self._decide(self._sessions[request.session_id], self._live(now_s), now_s)
             why = short.reason if isinstance(short, Queue) else "others were waiting longer"
             unavailable = isinstance(short, Queue) and short.unavailable
             reason = f"no capacity within {self._config.queue_timeout_s:g} s: {why}"

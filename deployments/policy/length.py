@@ -69,10 +69,10 @@ class _Cell:
             self._weight = 1.0
 
     def predict(self, max_tokens: int, levels: tuple[float, float]) -> tuple[float, float, float]:
-        below = np.cumsum(self.counts)
-        p50, p90 = UPPER[np.searchsorted(below, np.multiply(levels, below[-1]))]
-        mean = float(np.minimum(MIDDLE, max_tokens) @ self.counts) / float(below[-1])
-        return float(p50), float(p90), mean
+        below = self.counts.cumsum()
+        total = float(below[-1])
+        p50, p90 = UPPER[below.searchsorted((levels[0] * total, levels[1] * total))].tolist()
+        return p50, p90, float(np.minimum(MIDDLE, max_tokens).dot(self.counts)) / total
 
 
 class LengthPredictor:

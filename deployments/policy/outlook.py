@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from deployments.fleet_view import UNKNOWN, Codes, Columns, Numbers
+from deployments.fleet_view import Codes, Columns, Numbers
 from deployments.messages import SessionRequest
-from deployments.policy.latency import Coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +62,6 @@ class Outlook:
             if row is not None:
                 self._hits[row] = min(blocks * columns.info(row).block_size, most)
 
-    def _by_pool(self, per_pool: Callable[[Coefficients], float]) -> Numbers:
-        """A column of what is the same for all replicas of a pool."""
-        columns = self.columns
-        table = [per_pool(columns.by_pool.get(code, UNKNOWN)) for code in range(len(columns.names))]
-        column: Numbers = np.array(table)[columns.pool]
-        return column
-
     def cached_on(self, row: int) -> int:
         """Prompt tokens in a replica's prefix cache."""
         return self._hits.get(row, 0)
@@ -92,12 +84,10 @@ class Outlook:
     def prefill_s(self) -> Numbers:
         """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
         columns, tokens = self.columns, self.request.prompt_tokens
-        steps = np.ceil(tokens / columns["chunk_tokens"])
-        column = self._by_pool(lambda pool: pool.prefill_s(tokens, 0, tokens))  # as one step
-        column += (steps - 1) * self._by_pool(lambda pool: pool.base_s)
+        column = columns.of_kinds(lambda steps, kind: steps.prefill_s(tokens, 0, kind.chunk_tokens))
         for row, cached in self._hits.items():
-            pool = columns.by_pool.get(int(columns.pool[row]), UNKNOWN)
-            column[row] = pool.prefill_s(tokens, cached, int(columns["chunk_tokens"][row]))
+            steps, kind = columns.kind_of(row)
+            column[row] = steps.prefill_s(tokens, cached, kind.chunk_tokens)
         return column
 
     @cached_property
@@ -109,7 +99,7 @@ class Outlook:
     def added_step_s(self) -> Numbers:
         """What this request adds to every decode step of the others."""
         held = self.request.prompt_tokens + self.knowledge.output_tokens / 2
-        return self._by_pool(lambda pool: pool.sequence_s + held * pool.context_s)
+        return self.columns.of_kinds(lambda steps, kind: steps.sequence_s + held * steps.context_s)
 
     def kv_bytes(self, rows: Codes) -> Numbers:
         """KV that would have to move to each of these replicas: what its own cache does not hold."""

@@ -105,12 +105,11 @@ class Field:
     def can_hold(self, columns: Columns, tokens: int) -> Flags:
         """The replicas that could hold so many tokens if they were empty, and whose pool takes such a request."""
         able: Flags = columns["capacity_tokens"] >= tokens
-        refusing = [
-            columns.names[pool]
-            for pool, limits in self.settings.limits.items()
-            if pool in columns.names and not limits.take(self.request)
-        ]
-        return able & ~np.isin(columns.pool, refusing) if refusing else able
+        if not self.settings.limits:
+            return able
+        takes = [self.settings.limits.get(kind.pool, Limits()).take(self.request) for kind in columns.kinds]
+        taken: Flags = np.array(takes or [True])[columns.kind]
+        return able & taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def place(
     missed: list[Queue | Reject] = []
     best: tuple[Choice, Mode, str] | None = None
     # Without any idea of times, one replica would always seem to cost less than two.
-    weighs = policy.weighs_splitting and bool(here.columns(Role.DECODE).by_pool) and not settings.split_always
+    weighs = policy.weighs_splitting and bool(here.columns(Role.DECODE).coefficients) and not settings.split_always
     for mode in _modes(request, here, settings):
         choice = _CHOOSERS[mode](here, policy)
         if not isinstance(choice, Choice):

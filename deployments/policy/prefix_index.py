@@ -7,24 +7,26 @@ Made for millions of blocks over thousands of replicas in one Python process:
 - The blocks are spread over many small tables, so that no growth, eviction or cleaning takes long.
 - A replica that is lost, or that tells the whole anew, gives its slot up at once: a slot that is given up is no hit.
   Its entries are cleaned away some tables at a time, at each sweep and loss; then the slot is used again.
-- Where the memory ends, a table forgets the block that was stored or expected the longest ago.
+- Where the memory ends, a table forgets the block that was stored, or was part of a placed prompt, the longest ago.
+- What placed prompts are about to bring is kept apart, by prompt: `expected_blocks`.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 from deployments.messages import CacheChange
+from deployments.policy.expected_blocks import ExpectedBlocks
 
 _MAX_TABLES = 1024
 _MIN_TABLE_BLOCKS = 1024
 _TABLES_A_SWEEP = 2
 _MAX_SLOTS = 1 << 16
 _EXPECTED_SHARE = 4
-"""At most one in so many of `max_blocks` may be expectations."""
+"""At most one in so many of `max_blocks` may be expected."""
 
 _Holders = int | bytes
 
@@ -42,9 +44,7 @@ class PrefixIndex:
         self._tables: list[dict[int, _Holders]] = [{} for _ in range(count)]
         self._mask = count - 1
         self._table_blocks = max(1, max_blocks // count)
-        self._expectation_s = expectation_s
-        self._max_expected = max(1, max_blocks // _EXPECTED_SHARE)
-        self._expected: OrderedDict[tuple[int, int], float] = OrderedDict()  # (hash, slot) -> until when, in order
+        self._expected = ExpectedBlocks(expectation_s, max(1, max_blocks // _EXPECTED_SHARE))
         self._slots: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._names: list[str] = []  # of each slot
@@ -55,7 +55,7 @@ class PrefixIndex:
         self._next_table = 0
 
     def __len__(self) -> int:
-        """Blocks that at least one replica caches or is expected to; those of lost ones count until cleaned away."""
+        """Blocks that at least one replica caches; those of lost ones count until cleaned away."""
         return sum(map(len, self._tables))
 
     @property
@@ -73,7 +73,7 @@ class PrefixIndex:
         A change that was entered before is ignored. A whole one voids what was known of the replica, expectations
         included.
         """
-        self._expire(now_s)
+        self._expected.expire(now_s)
         if change.whole:
             self._give_up(replica_id)
         elif (last := self._sequences.get(replica_id)) is None:
@@ -85,9 +85,8 @@ class PrefixIndex:
             return False
         self._sequences[replica_id] = change.sequence
         slot = self._slot(replica_id)
-        if self._expected:
-            for block in change.removed + change.stored:
-                self._expected.pop((block, slot), None)
+        self._expected.told(slot, change.removed)
+        self._expected.told(slot, change.stored)
         for block in change.removed:
             self._remove(block, slot)
         for block in change.stored:
@@ -96,27 +95,13 @@ class PrefixIndex:
 
     def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float) -> None:
         """These replicas are about to cache these blocks, leading ones first. Forgotten unless they soon say so."""
-        self._expire(now_s)
-        until_s = now_s + self._expectation_s
-        slots = sorted({self._slot(replica_id) for replica_id in replica_ids})
-        holders = self._pack(slots)
-        for block in reversed(hashes):  # the last of a prompt are to be forgotten first
-            table = self._tables[block & self._mask]
-            before = table.pop(block, None)
-            if before is not None:
-                table[block] = before  # now it is the youngest
-            elif holders is not None:
-                self._make_room(table)
-                table[block] = holders
-            for slot in slots:
-                key = (block, slot)
-                if before is None:
-                    self._expected[key] = until_s
-                elif self._add(block, slot) or key in self._expected:
-                    self._expected[key] = until_s
-                    self._expected.move_to_end(key)
-        while len(self._expected) > self._max_expected:
-            self._remove(*self._expected.popitem(last=False)[0])
+        self._expected.expire(now_s)
+        self._expected.add([self._slot(replica_id) for replica_id in replica_ids], hashes, now_s)
+        tables, mask = self._tables, self._mask
+        cached = list(takewhile(lambda block: block in tables[block & mask], hashes))
+        for block in reversed(cached):  # now they are the youngest; the last of a prompt are to be forgotten first
+            table = tables[block & mask]
+            table[block] = table.pop(block)
 
     def forget(self, replica_id: str) -> None:
         """A replica is lost, and its cache with it. Unknown ones are ignored."""
@@ -126,30 +111,30 @@ class PrefixIndex:
     def hits(self, hashes: Sequence[int]) -> Mapping[str, int]:
         """Leading blocks of a prompt that each replica caches, for those that cache at least the first."""
         found: dict[str, int] = {}
-        tables, mask, names = self._tables, self._mask, self._names
+        tables, mask, names, expected_on = self._tables, self._mask, self._names, self._expected.of
         holding: set[int] = set()
-        before: _Holders | None = None
+        before: tuple[_Holders | None, Mapping[int, float] | None] = None, None
         depth = 0
         for block in hashes:
-            holders = tables[block & mask].get(block)
-            if holders is None:
-                break
-            if holders != before:  # along a prompt they are mostly the same
-                slots = _unpack(holders)
-                if before is None:
-                    holding = set(slots) - self._given_up
-                elif gone := holding.difference(slots):
+            now = tables[block & mask].get(block), expected_on(block)
+            if now != before or not depth:  # along a prompt they are mostly the same
+                holders, expected = now
+                slots = set(_unpack(holders) if holders is not None else ())
+                slots.update(expected or ())
+                if not depth:
+                    holding = slots - self._given_up
+                elif gone := holding - slots:
                     found |= {names[slot]: depth for slot in gone}
                     holding -= gone
                 if not holding:
                     break
-                before = holders
+                before = now
             depth += 1
         return found | {names[slot]: depth for slot in holding}
 
     def sweep(self, now_s: float) -> None:
         """Drop expectations that nobody confirmed, and clean up after lost replicas; a bounded piece at a time."""
-        self._expire(now_s)
+        self._expected.expire(now_s)
         self._clean(_TABLES_A_SWEEP)
 
     # ---- slots
@@ -181,8 +166,9 @@ class PrefixIndex:
             self._clean_table(self._tables[self._next_table])
             self._next_table = (self._next_table + 1) & self._mask
             if self._next_table == 0:
-                self._given_up -= self._cleaning
-                self._free += sorted(self._cleaning, reverse=True)
+                clean = {slot for slot in self._cleaning if not self._expected.concerns(slot)}
+                self._given_up -= clean
+                self._free += sorted(clean, reverse=True)
 
     def _clean_table(self, table: dict[int, _Holders]) -> None:
         gone = self._given_up
@@ -198,27 +184,20 @@ class PrefixIndex:
                 del table[block]
             else:
                 table[block] = left
-            for slot in gone.intersection(slots) if self._expected else ():
-                self._expected.pop((block, slot), None)
 
     # ---- tables
 
-    def _add(self, block: int, slot: int) -> bool:
-        """Whether it was not there before."""
+    def _add(self, block: int, slot: int) -> None:
         table = self._tables[block & self._mask]
         holders = table.get(block)
         if holders is None:
             self._make_room(table)
             table[block] = slot
-            return True
-        if holders == slot:
-            return False
-        slots = _unpack(holders)
-        if slot in slots:
-            return False
-        insort(slots, slot)
-        table[block] = slots.tobytes()
-        return True
+        elif holders != slot:
+            slots = _unpack(holders)
+            if slot not in slots:
+                insort(slots, slot)
+                table[block] = slots.tobytes()
 
     def _remove(self, block: int, slot: int) -> None:
         table = self._tables[block & self._mask]
@@ -240,22 +219,9 @@ class PrefixIndex:
         return self._numbers[slots[0]] if slots else None
 
     def _make_room(self, table: dict[int, _Holders]) -> None:
-        """Forget a full table's oldest block; nobody is expected to have it any more."""
-        if len(table) < self._table_blocks:
-            return
-        oldest = next(iter(table))
-        holders = table.pop(oldest)
-        if self._expected:
-            for slot in _unpack(holders):
-                self._expected.pop((oldest, slot), None)
-
-    def _expire(self, now_s: float) -> None:
-        while self._expected:
-            key, until_s = next(iter(self._expected.items()))
-            if until_s > now_s:
-                return
-            del self._expected[key]
-            self._remove(*key)
+        """Forget a full table's oldest block."""
+        if len(table) >= self._table_blocks:
+            del table[next(iter(table))]
 
 
 def _unpack(holders: _Holders) -> array[int]:

@@ -281,5 +281,4 @@ def test_what_is_learned_while_somebody_waits_counts_for_them_too() -> None:
     assert isinstance(decision, Admit)
     assert decision.placement.forecast.prefill_s == pytest.approx(3 * first.forecast.prefill_s, rel=0.2)
     columns = allocator.fleet.live(1.0, allocator._coefficients).columns(Role.PREFILL)
-    known = columns.by_pool[columns.names["prefill"]]
-    assert known == allocator.models["prefill"].coefficients
+    assert columns.coefficients["prefill"] == allocator.models["prefill"].coefficients

@@ -126,13 +126,13 @@ def test_prompt_and_answer_must_fit_blocks_sessions_and_model_length() -> None:
         "every decode replica that fits runs its most sessions"
     )
     short = replica("d0")
-    short = replace(short, info=replace(short.info, max_model_len=159))
+    short = short._replace(info=replace(short.info, max_model_len=159))
     assert isinstance(place(ask(64, 96), fleet_of(short, prefill()), SETTINGS), Reject)
 
 
 def test_the_prefill_replica_has_the_same_engine_and_the_least_backlog_and_may_be_full() -> None:
     other = prefill("p0")
-    other = replace(other, info=replace(other.info, fingerprint="other"))
+    other = other._replace(info=replace(other.info, fingerprint="other"))
     late, soon = prefill("p1", backlog_tokens=900), prefill("p2", backlog_tokens=100, free=0)
     placement = placed(ask(), fleet_of(replica("d0"), other, late, soon))
     assert placement.prefill == soon.info
@@ -140,7 +140,7 @@ def test_the_prefill_replica_has_the_same_engine_and_the_least_backlog_and_may_b
 
 def test_a_decode_replica_without_a_like_prefill_replica_gives_way_to_one_that_has_it() -> None:
     odd = replica("d0", total=200)
-    odd = replace(odd, info=replace(odd.info, fingerprint="odd"))
+    odd = odd._replace(info=replace(odd.info, fingerprint="odd"))
     assert placed(ask(), fleet_of(odd, replica("d1", free=50), prefill())).owner.replica_id == "d1"
 
 

@@ -1,0 +1,98 @@
+"""Which replicas are about to cache which blocks, because a prompt was placed on them that has those blocks. Pure.
+
+Made for a thousand prompts a second: what is expected of a prompt is one small mapping that its blocks share, so that
+entering a prompt costs about as much as one block would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+
+_Replicas = dict[int, float]
+"""Replica -> until when; shared by blocks of which the same is expected."""
+
+
+class ExpectedBlocks:
+    """Replicas are small numbers. An expectation is over after `for_s` seconds, or when the replica says what it has.
+
+    `max_blocks`: where prompts of more blocks are expected, the oldest are forgotten.
+    """
+
+    def __init__(self, for_s: float, max_blocks: int) -> None:
+        self._for_s, self._max_blocks = for_s, max_blocks
+        self._of: dict[int, _Replicas] = {}
+        self._prompts: deque[tuple[float, tuple[int, ...], Sequence[int]]] = deque()  # until when, replicas, blocks
+        self._blocks = 0
+        self._concerned: Counter[int] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __len__(self) -> int:
+        """Expectations, of one block by one replica."""
+        return sum(map(len, self._of.values()))
+
+    def of(self, block: int) -> Mapping[int, float] | None:
+        """The replicas that a block is expected on. Equal blocks of a prompt mostly give the same object."""
+        return self._of.get(block)
+
+    def concerns(self, replica: int) -> bool:
+        """Whether anything of a replica is remembered: until then, its number must not be another's."""
+        return replica in self._concerned
+
+    def add(self, replicas: Iterable[int], blocks: Sequence[int], now_s: float) -> None:
+        """These replicas are about to cache these blocks."""
+        until_s = now_s + self._for_s
+        new = dict.fromkeys(replicas, until_s)
+        if not new or not blocks:
+            return
+        before = list(map(self._of.get, blocks))
+        if any(before):
+            merged = {
+                id(old): new | {each: at_s for each, at_s in (old or {}).items() if each not in new} for old in before
+            }
+            self._of.update(zip(blocks, [merged[id(old)] for old in before], strict=True))
+        else:
+            self._of.update(dict.fromkeys(blocks, new))
+        self._prompts.append((until_s, tuple(new), blocks))
+        self._concerned.update(new.keys())
+        self._blocks += len(blocks)
+        while self._blocks > self._max_blocks:
+            self._forget_first(self._prompts[0][0])
+
+    def told(self, replica: int, blocks: Iterable[int]) -> None:
+        """The replica has said whether it has these blocks."""
+        old: _Replicas | None = None
+        for block in blocks if self._of else ():
+            expected = self._of.get(block)
+            if expected is None or replica not in expected:
+                continue
+            if expected is not old:
+                old, less = expected, {each: at_s for each, at_s in expected.items() if each != replica}
+            if less:
+                self._of[block] = less
+            else:
+                del self._of[block]
+
+    def expire(self, now_s: float) -> None:
+        """Forget what is over."""
+        while self._prompts and self._prompts[0][0] <= now_s:
+            self._forget_first(now_s)
+
+    def _forget_first(self, now_s: float) -> None:
+        _, replicas, blocks = self._prompts.popleft()
+        self._blocks -= len(blocks)
+        for replica in replicas:
+            self._concerned[replica] -= 1
+            if not self._concerned[replica]:
+                del self._concerned[replica]
+        for block in blocks:
+            expected = self._of.get(block)
+            if expected is None:
+                continue
+            for replica in replicas:
+                if expected.get(replica, now_s + 1.0) <= now_s:
+                    del expected[replica]
+            if not expected:
+                del self._of[block]

@@ -38,10 +38,18 @@ class Ingress:
         from app.frontend import build_server
         from deployments.cluster_core import ClusterCore
 
-        timeout_s = self._config.placement.session_timeout_s
+        placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
         block_size = self._config.prefill.engine.block_size  # the same in every pool
-        core = ClusterCore(self._manager, self._pools, get_node_ip_address(), timeout_s, block_size, handoff)
+        core = ClusterCore(
+            self._manager,
+            self._pools,
+            get_node_ip_address(),
+            placement.session_timeout_s,
+            block_size,
+            handoff,
+            placement.max_attempts,
+        )
         self._llm, server = await build_server(self._config, checkpoint(self._config), core)
         # Serve's proxy answers with the request id itself.
         return Gateway(server, self._config.ingress, self._manager, echo_request_id=False, observe=self._count)

@@ -218,6 +218,7 @@ class PlacementConfig(Section):
     queue_timeout_s: float = Field(30.0, gt=0, description="A request waits this long for capacity, then 429.")
     max_queued_requests: int = Field(1024, ge=0)
     session_timeout_s: float = Field(600.0, gt=0, description="The longest a session may live.")
+    max_attempts: int = Field(4, ge=1, description="Placements of one session: one more each time a replica is lost.")
     snapshot_interval_s: float = Field(0.1, gt=0)
     snapshot_stale_s: float = Field(5.0, gt=0, description="A replica silent for so long is not placed on.")
 

@@ -1,22 +1,22 @@
 """The engine-core client that spans the cluster: what vLLM's frontend takes for its one engine core.
 
 Three calls are the seam: add a request, abort it, get outputs. Below it a request becomes a session: placed by the
-session manager, split between a prefill and a decode replica, its two streams of outputs merged into one.
-One of the four files that import vllm.
+session manager, split between a prefill and a decode replica, its two streams of outputs merged into one. A session
+that loses a replica is placed again, with what was answered so far as part of its prompt: an `_Attempt` is one
+placement, with a state machine of its own (`session.py`).
+One of the five files that import vllm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
 import logging
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -24,6 +24,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments import request_context
+from deployments.engine_request import part, pushed, rest, session_request, traits
 from deployments.errors import (
     HandoffFailed,
     NeverFits,
@@ -40,13 +41,12 @@ from deployments.messages import (
     Mode,
     Placement,
     Reject,
-    ReplicaInfo,
     Role,
     SessionReport,
     SessionRequest,
     SessionTask,
 )
-from deployments.policy.split import RequestTraits, split_rule
+from deployments.policy.split import continuation_rule
 from deployments.request_context import RequestContext
 from deployments.session import (
     Deliver,
@@ -54,18 +54,20 @@ from deployments.session import (
     EndPrefill,
     Fail,
     Finish,
+    Lost,
     PrefillOver,
     Session,
     StartDecode,
     State,
 )
 from deployments.wire import OutputReceiver
-from transfer.blocks import chained_hashes
 
 logger = logging.getLogger("baton.core")
 
 OUTPUT_GRACE_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
+PAUSE_S = 0.1
+"""Before the third placement of a session; twice as long before each one after it. The second follows at once."""
 
 _FINISH = {
     FinishReason.LENGTH: Finish.LENGTH,
@@ -96,26 +98,48 @@ class Pool(Protocol):
 
 
 @dataclass(eq=False, slots=True)
+class _Attempt:
+    """One placement of a session, and what runs for it. `request`: all of the client's, or what is left of it.
+
+    `lost`: why it came to nothing. `until_pulled`: what ends when decode has the KV cache, where decode pulls it.
+    `notices`: what the session manager is being told.
+    """
+
+    entry: _Open
+    number: int
+    request: EngineCoreRequest
+    session: Session
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: SessionError | None = None
+    outcome: str = ""
+    placement: Placement | None = None
+    output_tokens: int = 0
+    calls: list[asyncio.Task[None]] = field(default_factory=list)
+    until_pulled: list[asyncio.Task[None]] = field(default_factory=list)
+    notices: list[asyncio.Task[None]] = field(default_factory=list)
+    prefill_stats: PrefillStats | None = None
+    given_back: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class _Open:
-    """One open session. `until_pulled`: what ends when decode has the KV cache, where decode pulls it."""
+    """One open session. `sent`: the tokens that its client has been given."""
 
     request: EngineCoreRequest
     context: RequestContext | None
-    session: Session
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    outcome: str = ""
-    output_tokens: int = 0
-    placement: Placement | None = None
-    calls: list[asyncio.Task[None]] = field(default_factory=list)
-    until_pulled: list[asyncio.Task[None]] = field(default_factory=list)
-    prefill_stats: PrefillStats | None = None
+    sent: list[int] = field(default_factory=list)
+    attempts: list[_Attempt] = field(default_factory=list)
+
+    @property
+    def now(self) -> _Attempt:
+        return self.attempts[-1]
 
 
 class ClusterCore(EngineCoreClient):
     """Create it in a running event loop. `host`: the address replicas send outputs to.
 
     `block_size`: tokens per KV block, the same in all pools. `handoff`: how the engines of this application move a
-    split session's KV cache.
+    split session's KV cache. `max_attempts`: placements of one session at most.
     """
 
     engine_ranks_managed = (0,)
@@ -128,13 +152,15 @@ class ClusterCore(EngineCoreClient):
         session_timeout_s: float,
         block_size: int,
         handoff: Handoff = Handoff.PUSHED,
+        max_attempts: int = 4,
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._manager, self._pools, self._session_timeout_s = manager, pools, session_timeout_s
-        self._block_size, self._handoff = block_size, handoff
+        self._block_size, self._handoff, self._max_attempts = block_size, handoff, max_attempts
         self._receiver = OutputReceiver(host)
         self._decoder, self._encoder = MsgpackDecoder(EngineCoreOutputs), MsgpackEncoder()
         self._open: dict[str, _Open] = {}
+        self._attempts: dict[str, _Attempt] = {}  # by the id that engines know them by
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._batch: list[EngineCoreOutput] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -148,15 +174,15 @@ class ClusterCore(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Begin a session and return at once; whatever becomes of it comes as outputs."""
-        context = request_context.current.get()
-        entry = _Open(request, context, Session(request.request_id, self._handoff))
+        entry = _Open(request, request_context.current.get())
         self._open[request.request_id] = entry
+        self._attempt(entry, request)
         self._own(self._serve(entry), f"session-{request.request_id}")
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             if entry := self._open.get(request_id):
-                self._apply(entry, entry.session.cancelled())
+                self._apply(entry.now, entry.now.session.cancelled())
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outputs.get()
@@ -173,29 +199,75 @@ class ClusterCore(EngineCoreClient):
 
     # ---- one session
 
+    def _attempt(self, entry: _Open, request: EngineCoreRequest) -> None:
+        """The next attempt takes over: from here on, it is the one that can be cancelled and can fail."""
+        session = Session(entry.request.request_id, self._handoff)
+        attempt = _Attempt(entry, len(entry.attempts) + 1, request, session)
+        entry.attempts.append(attempt)
+        self._attempts[request.request_id] = attempt
+
     async def _serve(self, entry: _Open) -> None:
-        session = entry.session
         try:
             async with asyncio.timeout(self._session_timeout_s):
-                if (placement := await self._place(entry)) is not None:
-                    self._begin(entry, placement)
-                    await entry.over.wait()
+                while await self._try(entry.now):
+                    pass
         except TimeoutError:
             error = SessionTimeout(f"the session was not over within {self._session_timeout_s:g} s")
-            self._apply(entry, session.failed(error))
+            self._apply(entry.now, entry.now.session.failed(error))
         except SessionError as error:
-            self._apply(entry, session.failed(error))
+            self._apply(entry.now, entry.now.session.failed(error))
         except Exception as error:
-            self._apply(entry, session.failed(_internal(error)))
+            self._apply(entry.now, entry.now.session.failed(_internal(error)))
             raise
         finally:
-            await asyncio.shield(self._own(self._close(entry), f"close-{session.session_id}"))
+            await asyncio.shield(self._own(self._close(entry), f"close-{entry.request.request_id}"))
 
-    async def _place(self, entry: _Open) -> Placement | None:
+    async def _try(self, attempt: _Attempt) -> bool:
+        """See one attempt through. Whether it was lost, and the next is to be tried. Raises SessionError."""
+        if (placement := await self._place(attempt)) is not None:
+            self._begin(attempt, placement)
+            await attempt.over.wait()
+        if attempt.lost is None:
+            return False
+        entry = attempt.entry
+        logger.warning("session %s, placement %d: %s", entry.request.request_id, attempt.number, attempt.lost)
+        self._attempt(entry, rest(entry.request, entry.sent, attempt.number + 1))
+        if (why := self._why_final(attempt)) is not None:
+            raise type(attempt.lost)(f"{attempt.lost}{why}")
+        await self._end(attempt)
+        if attempt.number > 1:
+            await asyncio.sleep(PAUSE_S * 2.0 ** (attempt.number - 2))
+        return True
+
+    def _why_final(self, attempt: _Attempt) -> str | None:
+        """Why a lost session is not placed again, as the end of a sentence; None when it is."""
+        if attempt.number >= self._max_attempts:
+            return f", and so in each of {attempt.number} placements" if attempt.number > 1 else ""
+        rule = continuation_rule(traits(attempt.entry.request)) if attempt.entry.sent else ""
+        return f"; what was answered so far cannot go on elsewhere ({rule})" if rule else None
+
+    async def _end(self, attempt: _Attempt) -> None:
+        """End what is still open of a lost attempt, and give back what was reserved for it."""
+        await self._end_calls(attempt)
+        await asyncio.gather(*attempt.notices)  # nothing is to be placed on what is known to be lost
+        self._own(self._give_back(attempt), "give-back")
+
+    async def _end_calls(self, attempt: _Attempt) -> None:
+        for call in attempt.calls:
+            call.cancel()
+        await asyncio.gather(*attempt.calls, return_exceptions=True)
+        self._attempts.pop(attempt.request.request_id, None)
+
+    async def _place(self, attempt: _Attempt) -> Placement | None:
         """Ask the manager; None when the session was over before it answered. Raises SessionError."""
-        request = _session_request(entry.request, entry.context, self._handoff, self._block_size)
+        if attempt.over.is_set():
+            return None
+        entry = attempt.entry
+        request = session_request(
+            attempt.request, entry.context, self._handoff, self._block_size, entry.request.request_id, attempt.number
+        )
         opening = asyncio.ensure_future(self._manager.open(request))
-        over = asyncio.ensure_future(entry.over.wait())
+        over = asyncio.ensure_future(attempt.over.wait())
         try:
             await asyncio.wait({opening, over}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
@@ -206,62 +278,64 @@ class ClusterCore(EngineCoreClient):
                 waiting.cancel()
         if isinstance(decision, Reject):
             raise _refusal(decision)
-        entry.placement = decision.placement
+        attempt.placement = decision.placement
         if entry.context is not None:
             entry.context.modes.add(decision.placement.mode)
             entry.context.rules.update({request.rule} - {""})
-        return decision.placement if entry.session.state is State.OPENING else None
+        return decision.placement if attempt.session.state is State.OPENING else None
 
-    def _begin(self, entry: _Open, placement: Placement) -> None:
+    def _begin(self, attempt: _Attempt, placement: Placement) -> None:
         """Where decode pulls, prefill alone: its output starts decode.
 
         Otherwise decode first, so that its blocks are offered as early as can be; neither call waits for the other.
         """
-        self._apply(entry, entry.session.placed(placement.mode))
+        self._apply(attempt, attempt.session.placed(placement.mode))
         if placement.mode is Mode.DISAGGREGATED and self._handoff is Handoff.PULLED:
-            entry.until_pulled.append(self._start(entry, placement, Role.PREFILL, {"do_remote_decode": True}))
+            attempt.until_pulled.append(self._start(attempt, placement, Role.PREFILL, {"do_remote_decode": True}))
             return
         for role, replica, peer in (
             (Role.DECODE, placement.decode, placement.prefill),
             (Role.PREFILL, placement.prefill, placement.decode),
         ):
             if replica is not None:
-                self._start(entry, placement, role, _pushed(placement, role, peer) if peer else None)
+                self._start(attempt, placement, role, pushed(placement, role, peer) if peer else None)
 
     def _start(
-        self, entry: _Open, placement: Placement, role: Role, transfer: dict[str, Any] | None
+        self, attempt: _Attempt, placement: Placement, role: Role, transfer: dict[str, Any] | None
     ) -> asyncio.Task[None]:
         """Call one replica. `transfer`: what its KV connector is told, none where nothing is handed over."""
-        call = self._own(self._call(entry, placement, role, transfer), f"{role}-call")
-        entry.calls.append(call)
+        call = self._own(self._call(attempt, placement, role, transfer), f"{role}-call")
+        attempt.calls.append(call)
         return call
 
-    def _start_decode(self, entry: _Open, prefilled: EngineCoreOutput) -> None:
+    def _start_decode(self, attempt: _Attempt, prefilled: EngineCoreOutput) -> None:
         """Prefill holds the KV cache, and its output says where. Decode has `handoff_timeout_s` to begin."""
-        placement = entry.placement
+        placement = attempt.placement
         assert placement is not None
-        entry.prefill_stats = prefilled.prefill_stats
-        self._start(entry, placement, Role.DECODE, prefilled.kv_transfer_params)
-        limit = self._own(self._limit_pull(entry, placement.handoff_timeout_s), "pull-limit")
-        entry.calls.append(limit)
-        entry.until_pulled.append(limit)
+        attempt.prefill_stats = prefilled.prefill_stats
+        self._start(attempt, placement, Role.DECODE, prefilled.kv_transfer_params)
+        limit = self._own(self._limit_pull(attempt, placement.handoff_timeout_s), "pull-limit")
+        attempt.calls.append(limit)
+        attempt.until_pulled.append(limit)
 
-    async def _limit_pull(self, entry: _Open, timeout_s: float) -> None:
+    async def _limit_pull(self, attempt: _Attempt, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
         error = HandoffFailed(f"decode has not begun within {timeout_s:g} s of the prefill")
-        self._apply(entry, entry.session.failed(error))
+        self._apply(attempt, attempt.session.lost(error))
 
-    async def _call(self, entry: _Open, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
+    async def _call(self, attempt: _Attempt, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
         try:
-            await self._run_part(entry, placement, role, transfer)
+            await self._run_part(attempt, placement, role, transfer)
         except Exception as error:
-            self._apply(entry, entry.session.failed(_internal(error)))
+            self._apply(attempt, attempt.session.failed(_internal(error)))
             raise
 
-    async def _run_part(self, entry: _Open, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
+    async def _run_part(
+        self, attempt: _Attempt, placement: Placement, role: Role, transfer: dict[str, Any] | None
+    ) -> None:
         replica = placement.decode if role is Role.DECODE else placement.prefill
         assert replica is not None
-        request = _part(entry.request, role, self._handoff, transfer)
+        request = part(attempt.request, role, self._handoff, transfer)
         task = SessionTask(
             session_id=placement.session_id,
             epoch=placement.epoch,
@@ -275,30 +349,37 @@ class ClusterCore(EngineCoreClient):
         try:
             report = await self._pools[replica.pool].run(task)
         except ReplicaLost as error:
-            self._own(self._tell(self._manager.lost(replica.replica_id)), "lost")
-            self._apply(entry, entry.session.call_ended(role, clean=False, detail=str(error)))
+            attempt.notices.append(self._own(self._tell(self._manager.lost(replica.replica_id)), "lost"))
+            self._apply(attempt, attempt.session.call_ended(role, clean=False, detail=str(error)))
             return
         clean = report.outcome == "finished"
-        self._apply(entry, entry.session.call_ended(role, clean, report.outcome))
+        self._apply(attempt, attempt.session.call_ended(role, clean, report.outcome))
         if replica is placement.owner:
-            await self._await_last_outputs(entry)
+            await self._await_last_outputs(attempt)
 
-    async def _await_last_outputs(self, entry: _Open) -> None:
+    async def _await_last_outputs(self, attempt: _Attempt) -> None:
         """The call's answer and the last outputs travel apart."""
         try:
-            await asyncio.wait_for(entry.over.wait(), OUTPUT_GRACE_S)
+            await asyncio.wait_for(attempt.over.wait(), OUTPUT_GRACE_S)
         except TimeoutError:
-            self._apply(entry, entry.session.failed(ReplicaLost("the last outputs did not arrive")))
+            self._apply(attempt, attempt.session.lost(ReplicaLost("the last outputs did not arrive")))
 
     async def _close(self, entry: _Open) -> None:
         """End what is still open of the session, then give back what was reserved for it."""
-        for call in entry.calls:
-            call.cancel()
-        await asyncio.gather(*entry.calls, return_exceptions=True)
+        for attempt in entry.attempts:
+            await self._end_calls(attempt)
         self._open.pop(entry.request.request_id, None)
-        epoch = entry.placement.epoch if entry.placement else 0
-        outcome = entry.outcome or "failed"
-        await self._tell(self._manager.close(entry.session.session_id, epoch, outcome, entry.output_tokens))
+        for attempt in entry.attempts:
+            await self._give_back(attempt)
+        if entry.now.placement is None:
+            outcome = entry.now.outcome or "failed"
+            await self._tell(self._manager.close(entry.request.request_id, 0, outcome))
+
+    async def _give_back(self, attempt: _Attempt) -> None:
+        if attempt.placement is not None and not attempt.given_back:
+            attempt.given_back, placement, outcome = True, attempt.placement, attempt.outcome or "failed"
+            close = self._manager.close(placement.session_id, placement.epoch, outcome, attempt.output_tokens)
+            await self._tell(close)
 
     async def _tell(self, message: Coroutine[Any, Any, None]) -> None:
         try:
@@ -322,10 +403,10 @@ class ClusterCore(EngineCoreClient):
             self._flush()
 
     def _take(self, replica_id: str, output: EngineCoreOutput) -> None:
-        entry = self._open.get(output.request_id)
-        if entry is None or entry.placement is None:
+        attempt = self._attempts.get(output.request_id)
+        if attempt is None or attempt.placement is None:
             return
-        decode, prefill = entry.placement.decode, entry.placement.prefill
+        decode, prefill = attempt.placement.decode, attempt.placement.prefill
         if decode is not None and decode.replica_id == replica_id:
             role = Role.DECODE
         elif prefill is not None and prefill.replica_id == replica_id:
@@ -333,38 +414,44 @@ class ClusterCore(EngineCoreClient):
         else:
             return
         finish = None if output.finish_reason is None else _FINISH[output.finish_reason]
-        if role is Role.DECODE and prefill is not None and output.prefill_stats is not None:
-            output.prefill_stats = entry.prefill_stats  # prefill's counts are the request's
-        self._apply(entry, entry.session.output(role, output, finish), flush=False)
+        if attempt.entry.sent and attempt.number > 1:
+            output.prefill_stats = None  # its prompt is no more the client's
+        elif role is Role.DECODE and prefill is not None and output.prefill_stats is not None:
+            output.prefill_stats = attempt.prefill_stats  # prefill's counts are the request's
+        output.request_id = attempt.entry.request.request_id
+        self._apply(attempt, attempt.session.output(role, output, finish), flush=False)
 
-    def _apply(self, entry: _Open, effects: list[Effect], flush: bool = True) -> None:
+    def _apply(self, attempt: _Attempt, effects: list[Effect], flush: bool = True) -> None:
         for effect in effects:
             match effect:
                 case Deliver(output, finish):
-                    entry.output_tokens += len(output.new_token_ids)
+                    attempt.output_tokens += len(output.new_token_ids)
+                    attempt.entry.sent += output.new_token_ids
                     self._batch.append(_delivered(output, finish))
                 case PrefillOver():
-                    self._prefill_over(entry)
+                    self._prefill_over(attempt)
                 case StartDecode(output):
-                    self._start_decode(entry, output)
+                    self._start_decode(attempt, output)
                 case EndPrefill():
-                    for task in entry.until_pulled:
+                    for task in attempt.until_pulled:
                         task.cancel()
+                case Lost(error):
+                    attempt.lost = error
                 case Fail(error):
-                    self._fail(entry, error)
+                    self._fail(attempt.entry, error)
                 case _:
-                    entry.outcome = effect.outcome
-                    entry.over.set()
+                    attempt.outcome = effect.outcome
+                    attempt.over.set()
         if flush:
             self._flush()
 
-    def _prefill_over(self, entry: _Open) -> None:
-        assert entry.placement is not None
-        told = self._manager.prefill_done(entry.session.session_id, entry.placement.epoch)
+    def _prefill_over(self, attempt: _Attempt) -> None:
+        assert attempt.placement is not None
+        told = self._manager.prefill_done(attempt.placement.session_id, attempt.placement.epoch)
         self._own(self._tell(told), "prefill-done")
 
     def _fail(self, entry: _Open, error: SessionError) -> None:
-        logger.warning("session %s failed: %s", entry.session.session_id, error)
+        logger.warning("session %s failed: %s", entry.request.request_id, error)
         if entry.context is not None and entry.context.error is None:
             entry.context.error = error
         failed = EngineCoreOutput(entry.request.request_id, [], finish_reason=FinishReason.ERROR)
@@ -411,93 +498,3 @@ def _refusal(reject: Reject) -> SessionError:
     if reject.retry_after_s is None:
         return NeverFits(reject.reason)
     return Overloaded(reject.reason, reject.retry_after_s, reject.code)
-
-
-def _session_request(
-    request: EngineCoreRequest, context: RequestContext | None, handoff: Handoff, block_size: int
-) -> SessionRequest:
-    params = request.sampling_params
-    assert params is not None
-    assert params.max_tokens is not None
-    allowed, rule = split_rule(traits(request), handoff)
-    adapter = request.lora_request.lora_name if request.lora_request else ""
-    return SessionRequest(
-        request.request_id,
-        len(request.prompt_token_ids or ()),
-        params.max_tokens,
-        allowed,
-        rule,
-        hashes=_hashes(request, block_size, adapter),
-        priority=context.priority if context else "",
-        client=context.client if context else "",
-        affinity=context.affinity if context else "",
-        adapter=adapter,
-        chat=context.chat if context else False,
-    )
-
-
-def _hashes(request: EngineCoreRequest, block_size: int, adapter: str) -> tuple[int, ...]:
-    """The prompt's blocks as replicas name theirs; none where KV depends on more than tokens and the adapter."""
-    tokens = request.prompt_token_ids or []
-    if len(tokens) < block_size or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
-        return ()
-    return chained_hashes(tokens, block_size, salt=adapter)
-
-
-def traits(request: EngineCoreRequest) -> RequestTraits:
-    """What of a vLLM request bears on splitting it."""
-    params = request.sampling_params
-    assert params is not None
-    assert params.max_tokens is not None
-    return RequestTraits(
-        max_tokens=params.max_tokens,
-        prompt_logprobs=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
-        seeded_sampling=params.seed is not None and params.temperature > 0,
-        output_penalties=params.presence_penalty != 0 or params.frequency_penalty != 0,
-        structured_output=params.structured_outputs is not None,
-        bad_words=bool(params.bad_words),
-        stateful_logits=params.thinking_token_budget is not None or bool(params.watermarking),
-        has_embeds_or_multimodal=bool(request.mm_features) or request.prompt_embeds is not None,
-        lora=request.lora_request is not None,
-        repetition_detection=params.repetition_detection is not None,
-    )
-
-
-def _pushed(placement: Placement, role: Role, peer: ReplicaInfo) -> dict[str, Any]:
-    """What Baton's connector is told: which handoff, and where the other side's workers are."""
-    return {
-        "baton": {
-            "role": str(role),
-            "session": placement.session_id,
-            "epoch": placement.epoch,
-            "peers": list(peer.endpoints),
-        }
-    }
-
-
-def _part(
-    request: EngineCoreRequest, role: Role, handoff: Handoff, transfer: dict[str, Any] | None
-) -> EngineCoreRequest:
-    """The request as one replica gets it. What a client may have said of KV transfers does not reach an engine."""
-    assert request.sampling_params is not None
-    part, params = copy.copy(request), copy.copy(request.sampling_params)
-    if transfer is not None:
-        params = _split(params, role, handoff)
-    # A client's `kv_cache_report_mode` would have the engine tell of blocks as cached that it has told of before.
-    told = {**(params.extra_args or {}), "kv_transfer_params": transfer, "kv_cache_report_mode": None}
-    params.extra_args = {name: value for name, value in told.items() if value is not None} or None
-    part.sampling_params = params
-    return part
-
-
-def _split(params: SamplingParams, role: Role, handoff: Handoff) -> SamplingParams:
-    """One role's share of the sampling; `params` is changed."""
-    assert params.max_tokens is not None
-    match handoff, role:
-        case Handoff.PULLED, Role.PREFILL:
-            return SamplingParams(temperature=0.0, max_tokens=1)  # nobody sees its token: no grammar, no stops
-        case Handoff.PUSHED, Role.PREFILL:
-            params.max_tokens, params.min_tokens = 1, min(1, params.min_tokens)
-        case Handoff.PUSHED, Role.DECODE:
-            params.max_tokens, params.min_tokens = params.max_tokens - 1, max(0, params.min_tokens - 1)
-    return params

@@ -166,7 +166,8 @@ class SessionRequest:
     reason when that is not all of them. `hashes`: chained hashes of the prompt's full blocks
     (`transfer.blocks.chained_hashes`). `priority`: the class that it asks for, "" the default one. `client`: whom
     fairness is between. `affinity`: sessions with the same key go to the same replicas where they can.
-    `adapter`: the LoRA adapter it needs. `chat`: it came as messages, not as text.
+    `adapter`: the LoRA adapter it needs. `chat`: it came as messages, not as text. `attempt`: which placement of the
+    session this is, from 1; a later one is what is left of it, with the tokens answered so far as part of the prompt.
     """
 
     session_id: str
@@ -180,6 +181,7 @@ class SessionRequest:
     affinity: str = ""
     adapter: str = ""
     chat: bool = False
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)

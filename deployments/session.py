@@ -1,9 +1,12 @@
-"""One session's life as a pure state machine: events in, effects out.
+"""One placement of a session as a pure state machine: events in, effects out.
 
 The cluster core owns it and carries out the effects. `ALLOWED` is the table of legal events; an illegal event
 raises `IllegalEvent` and changes nothing. Outputs are opaque here: a prefill output carries the first token, and
 decode outputs that overtake it on the way are held back until it has been delivered. Where the handoff is pulled,
 decode is started with prefill's output and gives every token itself.
+
+A placement that was `Lost` by no fault of the request's can be followed by another, with a machine of its own; what
+is said of the old one then falls on a machine that is over, and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class State(StrEnum):
     OPENING = "opening"
     PREFILLING = "prefilling"
     PULLING = "pulling"
+    LANDING = "landing"
     DECODING = "decoding"
     OVER = "over"
 
@@ -41,6 +45,7 @@ ALLOWED: dict[str, frozenset[State]] = {
     "placed": frozenset({State.OPENING}),
     "output": frozenset(State) - {State.OPENING},
     "call_ended": frozenset(State) - {State.OPENING},
+    "lost": frozenset(State) - {State.OPENING},
     "failed": frozenset(State),
     "cancelled": frozenset(State),
 }
@@ -72,6 +77,13 @@ class EndPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """The placement came to nothing, by no fault of the request's; another one may do better."""
+
+    error: SessionError
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """Tell the client that there will be no (more) answer."""
 
@@ -85,12 +97,15 @@ class Close:
     outcome: str
 
 
-Effect = Deliver | PrefillOver | StartDecode | EndPrefill | Fail | Close
+Effect = Deliver | PrefillOver | StartDecode | EndPrefill | Lost | Fail | Close
 
 
 @dataclass(slots=True)
 class Session:
-    """A session is over once, with one `Close`, whatever happens."""
+    """A placement is over once, with one `Close`, whatever happens.
+
+    LANDING: the first token is out, and nobody has heard yet that the KV cache is where decode needs it.
+    """
 
     session_id: str
     handoff: Handoff = Handoff.PUSHED
@@ -114,7 +129,11 @@ class Session:
             return []  # it has said all it has to say
         if finish is Finish.ERROR:
             error = HandoffFailed if self._split else SessionError
-            return self.failed(error(f"the {role} engine could not go on with the request"))
+            return self.lost(error(f"the {role} engine could not go on with the request"))
+        if finish is Finish.ABORT:  # nobody here has asked for that
+            return self.lost(ReplicaLost(f"the {role} engine gave the request up"))
+        if self.state is State.LANDING:
+            self.state = State.DECODING
         if self.state is State.DECODING:
             return self._deliver(output, finish)
         if not self._split:  # its first: the one replica has computed the prompt
@@ -126,19 +145,17 @@ class Session:
         if role is Role.DECODE:
             self.held.append((output, finish))
             return []
-        return self._prefilled(output, finish) if self.handoff is Handoff.PULLED else self._first(output, finish)
+        return self._prefilled(output) if self.handoff is Handoff.PULLED else self._first(output, finish)
 
-    def _prefilled(self, output: Any, finish: Finish | None) -> list[Effect]:
+    def _prefilled(self, output: Any) -> list[Effect]:
         """Prefill's own token is not delivered, whatever it is: decode samples that position again."""
-        if finish is Finish.ABORT:
-            return self._deliver(output, finish)
         self.state = State.PULLING
         return [PrefillOver(), StartDecode(output)]
 
     def _first(self, output: Any, finish: Finish | None) -> list[Effect]:
-        if finish in (Finish.STOP, Finish.ABORT):
+        if finish is Finish.STOP:
             return self._deliver(output, finish)
-        self.state = State.DECODING
+        self.state = State.LANDING
         effects: list[Effect] = [Deliver(output, finish=False), PrefillOver()]
         held, self.held = self.held, []
         for late, how in held:
@@ -155,8 +172,13 @@ class Session:
         if clean or self.state is State.OVER:
             return []
         if self._split and role is Role.PREFILL and self.state is State.DECODING:
-            return []  # its part was done; whether the KV landed is decode's to say
-        return self.failed(ReplicaLost(f"the {role} replica was lost: {detail}"))
+            return []  # its part was done
+        return self.lost(ReplicaLost(f"the {role} replica was lost: {detail}"))
+
+    def lost(self, error: SessionError) -> list[Effect]:
+        """The placement can come to no end."""
+        self._check("lost")
+        return [] if self.state is State.OVER else [Lost(error), *self._over("lost")]
 
     def failed(self, error: SessionError) -> list[Effect]:
         """Something ended the session without an answer."""

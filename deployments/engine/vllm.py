@@ -1,6 +1,6 @@
 """A real engine core: vLLM's V1 engine core in processes of its own, without a frontend.
 
-One of the four files that import vllm. What it relies on is checked by tests/deployments/engine/test_vllm_contract.py.
+One of the five files that import vllm. What it relies on is checked by tests/deployments/engine/test_vllm_contract.py.
 """
 
 from __future__ import annotations

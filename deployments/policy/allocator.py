@@ -37,6 +37,7 @@ from deployments.policy.outlook import Knowledge, Limits
 from deployments.policy.placement import PlacementSettings, place
 from deployments.policy.policies import POLICIES
 from deployments.policy.prefix_index import PrefixIndex
+from deployments.policy.retry_budget import RetryBudget
 
 CLOSED = "the session was closed before it could be opened"
 
@@ -45,6 +46,9 @@ OVERTAKEN_S = 60.0
 
 SWEEP_S = 1.0
 """Promises, replicas and cache entries that outlived their time are looked for so often."""
+
+RETRY_AFTER_S = 5.0
+"""For clients whose sessions may not be placed again."""
 
 TRUSTED_STEPS = 64
 """A pool's times are acted upon once so many of its steps were seen."""
@@ -117,6 +121,7 @@ class Allocator:
         self._answers: dict[str, Admit | Reject] = {}
         self._pins: OrderedDict[str, frozenset[str]] = OrderedDict()
         self._left: dict[str, float] = {}
+        self._retries = RetryBudget()
         self._flow = _Flow()
         self._swept_s = 0.0
 
@@ -136,6 +141,12 @@ class Allocator:
             return wrong
         if request.session_id in self._left:
             return Reject(CLOSED)
+        if request.attempt == 1:
+            self._retries.opened(now_s)
+        elif not self._retries.take(now_s, len(self._sessions)):
+            return Reject(
+                "too many sessions are being placed again", RETRY_AFTER_S, unavailable=True, code="retry_budget"
+            )
         session = _Session(request, self._knowledge(request), now_s)
         if not self.room:
             decision = self._decide(session, self._live(now_s), now_s)
@@ -192,7 +203,7 @@ class Allocator:
             return False
         if session_id not in self.room and not self.fleet.promises_of(session_id):
             session = self._sessions.pop(session_id, None)
-            if session is not None and output_tokens and outcome in ("stop", "length"):
+            if session is not None and output_tokens and outcome in ("stop", "length") and session.request.attempt == 1:
                 self.lengths.observe(session.request, output_tokens, finished_by_limit=outcome == "length")
         return True
 
@@ -275,7 +286,7 @@ class Allocator:
         priority = self._classes.resolve(request.priority)
         objectives = (priority.ttft_s or UNBOUNDED, priority.tpot_s or UNBOUNDED)
         decision = place(request, view, self._settings, self._policy, self._rng, session.knowledge, objectives)
-        if not isinstance(decision, Admit) or not self._config.admission:
+        if not isinstance(decision, Admit) or not self._config.admission or request.attempt > 1:
             return decision
         refusal = verdict(
             decision.placement.forecast,
@@ -287,7 +298,12 @@ class Allocator:
         return refusal or decision
 
     def _too_late(self, session: _Session, now_s: float) -> Reject | None:
-        """Early refusal of one who would wait behind others for longer than its class allows."""
+        """Early refusal of one who would wait behind others for longer than its class allows.
+
+        What was admitted once is not refused so when it is placed again.
+        """
+        if session.request.attempt > 1:
+            return None
         priority = self._classes.resolve(session.request.priority)
         ahead = self.room.ahead_of(session.request)
         wait_s = self._flow.wait_s(ahead)

@@ -74,3 +74,21 @@ def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tupl
     )
     rule = next((name for applies, name in rules if applies), "")
     return (ONE_ENGINE, rule) if rule else (ANY, "")
+
+
+def continuation_rule(traits: RequestTraits) -> str:
+    """Why an answer that has begun cannot go on with its tokens as part of the prompt; "" when it can.
+
+    By the same rules: what counts, or was moved by, generated tokens would not know of those before. Prompt
+    logprobs have been told by then, and an adapter is loaded wherever the session is placed next.
+    """
+    rules = (
+        (traits.seeded_sampling, "seeded_sampling"),
+        (traits.output_penalties, "output_penalties"),
+        (traits.structured_output, "structured_output"),
+        (traits.bad_words, "bad_words"),
+        (traits.stateful_logits, "stateful_logits"),
+        (traits.has_embeds_or_multimodal, "embeds_or_multimodal"),
+        (traits.repetition_detection, "repetition_detection"),
+    )
+    return next((name for applies, name in rules if applies), "")

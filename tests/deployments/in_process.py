@@ -193,7 +193,8 @@ class InProcess:
         self.pools = {pool: Pool(self.replicas) for pool in config.pools}
         handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
         timeout_s, block_size = config.placement.session_timeout_s, config.prefill.engine.block_size
-        self.core = ClusterCore(self.manager, self.pools, "127.0.0.1", timeout_s, block_size, handoff)
+        attempts = config.placement.max_attempts
+        self.core = ClusterCore(self.manager, self.pools, "127.0.0.1", timeout_s, block_size, handoff, attempts)
         self.answers: dict[str, Answer] = {}
         self._reader = asyncio.create_task(self._read())
 

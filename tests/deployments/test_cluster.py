@@ -20,7 +20,7 @@ import zmq.asyncio
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from deployments import cluster_core, request_context
+from deployments import cluster_core, engine_request, request_context
 from deployments.errors import (
     HandoffFailed,
     NeverFits,
@@ -30,7 +30,7 @@ from deployments.errors import (
     SessionTimeout,
     Unavailable,
 )
-from deployments.messages import Mode
+from deployments.messages import Admit, Mode, Reject, SessionRequest
 from tests.deployments.in_process import (
     LARGE,
     MAX_MODEL_LEN,
@@ -384,7 +384,7 @@ async def test_no_replica_is_up(launch: Launch, monkeypatch: pytest.MonkeyPatch,
     """Every rule of today allows the prefill replica as the last resort; one that does not has to be made up."""
     if up:
         modes = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL)
-        monkeypatch.setattr(cluster_core, "split_rule", lambda *_: (modes, "made_up"))
+        monkeypatch.setattr(engine_request, "split_rule", lambda *_: (modes, "made_up"))
     cluster = await launch(config(queue_timeout_s=0.05), up)
     answer = await cluster.answer(prompt(8), max_tokens=5)
     assert_failed(answer, Unavailable)
@@ -423,9 +423,9 @@ async def test_what_nobody_foresaw_is_an_error_and_no_silence(
 # ---- failures
 
 
-async def test_a_decode_engine_that_dies_takes_its_own_sessions_only(cluster: InProcess) -> None:
+async def test_answers_go_on_elsewhere_when_their_decode_engine_dies(cluster: InProcess) -> None:
     prompts = [prompt(8 + n) for n in range(6)]
-    answers = [await cluster.ask(each, max_tokens=200) for each in prompts]
+    answers = [await cluster.ask(each, max_tokens=100) for each in prompts]
     for answer in answers:
         await answer.has(3)
     owners = {request_id: placed["decode"] for request_id, placed in (await cluster.placements()).items()}
@@ -433,13 +433,137 @@ async def test_a_decode_engine_that_dies_takes_its_own_sessions_only(cluster: In
     await cluster.kill(SMALL)
     for each, answer in zip(prompts, answers, strict=True):
         await answer.over()
-        if owners[answer.request_id] == SMALL:
-            assert_failed(answer, ReplicaLost)
-            assert 3 <= len(answer.tokens) < 200
-        else:
-            assert answer.context.error is None
-            assert answer.tokens == await cluster.local(each, max_tokens=200)
+        assert answer.context.error is None
+        assert (len(answer.tokens), answer.reason) == (100, LENGTH)
+        assert answer.tokens == await cluster.local(each, max_tokens=100), "no token lost, repeated or changed"
     await cluster.settle(dead=[SMALL])
+    closed = (await cluster.manager.status())["sessions"]["closed"]
+    assert closed["lost"] == sum(owner == SMALL for owner in owners.values())
+
+
+async def test_one_death_after_the_other(cluster: InProcess) -> None:
+    """Decode, then the other decode, and the prefill replica ends what is left by itself."""
+    asked = prompt(20)
+    whole = await cluster.local(asked, max_tokens=200)
+    answer = await (await cluster.ask(asked, max_tokens=200)).has(5)
+    for _ in range(2):
+        owner = (await cluster.placed(answer))["decode"]
+        await cluster.kill(owner)
+        await answer.has(len(answer.tokens) + 5)
+    await answer.over()
+    assert answer.context.error is None
+    assert answer.tokens == whole
+    assert answer.context.modes == {Mode.DISAGGREGATED, Mode.PREFILL_LOCAL}
+    await cluster.settle(dead=[SMALL, LARGE])
+
+
+@pytest.mark.parametrize("place", [60, 75, 79])
+async def test_limits_and_stops_count_what_was_answered_before(cluster: InProcess, place: int) -> None:
+    asked = prompt(20)
+    whole = await cluster.local(asked, max_tokens=80)
+    limits = {"max_tokens": 80, "min_tokens": place, "stop_token_ids": [whole[place]]}
+    expected = await cluster.local(asked, **limits)
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.clear()
+    answer = await (await cluster.ask(asked, **limits)).has(1)
+    owner = (await cluster.placed(answer))["decode"]
+    cluster.engines[owner].go.set()
+    await answer.has(2)
+    await cluster.kill(owner)
+    assert answer.reason is None
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.set()
+    await answer.over()
+    assert (answer.tokens, answer.context.error) == (expected, None)
+    await cluster.settle(dead=[owner])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "rule"),
+    [
+        ({"seed": 3, "temperature": 0.7}, "seeded_sampling"),
+        ({"presence_penalty": 0.1}, "output_penalties"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "structured_output"),
+        ({"bad_words": ["never"]}, "bad_words"),
+    ],
+)
+async def test_an_answer_that_cannot_go_on_elsewhere_ends_with_an_error(
+    cluster: InProcess, sampling: dict[str, Any], rule: str
+) -> None:
+    answer = await (await cluster.ask(prompt(20), max_tokens=200, **sampling)).has(5)
+    owner = (await cluster.placed(answer))["decode"]
+    await cluster.kill(owner)
+    await answer.over()
+    assert_failed(answer, ReplicaLost)
+    assert str(answer.context.error).endswith(f"what was answered so far cannot go on elsewhere ({rule})")
+    assert 5 <= len(answer.tokens) < 200
+    again = await cluster.answer(prompt(20), max_tokens=10, **sampling)
+    assert again.reason is LENGTH, "nothing had been answered yet, so it can be placed anywhere"
+    await cluster.settle(dead=[owner])
+
+
+async def test_attempts_are_bounded(launch: Launch) -> None:
+    cluster = await launch(config(max_attempts=3))
+    gone = dict(cluster.replicas)
+    cluster.replicas.clear()
+    for pool in cluster.pools.values():
+        pool.tasks.clear()
+    answer = cluster.ask(prompt(40), max_tokens=5)
+    first = await answer
+
+    async def reporting() -> bool:  # the manager hears that they are lost, and then from them again
+        return first.reason is not None
+
+    await until(reporting)
+    assert_failed(first, ReplicaLost)
+    assert str(first.context.error).endswith(", and so in each of 3 placements")
+    epochs = {task.epoch for pool in cluster.pools.values() for task in pool.tasks}
+    assert epochs == {1, 2, 3}
+    cluster.replicas.update(gone)
+    await cluster.settle()
+
+
+async def test_aborting_between_two_placements(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client goes while its session waits for its second place."""
+    opened, original, gate = list[int](), cluster.manager.open, asyncio.Event()
+
+    async def slow(request: SessionRequest) -> Admit | Reject:
+        opened.append(request.attempt)
+        if request.attempt > 1:
+            await gate.wait()
+        return await original(request)
+
+    monkeypatch.setattr(cluster.manager, "open", slow)
+    answer = await (await cluster.ask(prompt(20), max_tokens=300)).has(3)
+    owner = (await cluster.placed(answer))["decode"]
+    await cluster.kill(owner)
+
+    async def waits() -> bool:
+        return opened == [1, 2]
+
+    await until(waits)
+    await cluster.core.abort_requests_async([answer.request_id])
+    await cluster.closed()
+    gate.set()
+    await cluster.settle(dead=[owner])
+    assert answer.reason is None
+
+
+async def test_what_an_older_placement_still_says_is_not_heard(cluster: InProcess) -> None:
+    asked = prompt(20)
+    answer = await (await cluster.ask(asked, max_tokens=100)).has(3)
+    owner = (await cluster.placed(answer))["decode"]
+    await cluster.kill(owner)
+    await answer.has(len(answer.tokens) + 3)
+    with zmq.Context() as context:
+        socket = context.socket(zmq.PUSH)
+        socket.connect(cluster.pools["prefill"].tasks[0].reply_to)
+        for _ in range(5):
+            socket.send_multipart([owner.encode(), forged(answer.request_id, finish_reason=STOP)])
+        socket.close()
+    await answer.over()
+    assert answer.tokens == await cluster.local(asked, max_tokens=100)
+    await cluster.settle(dead=[owner])
 
 
 async def test_nothing_is_placed_on_a_replica_whose_engine_has_died(cluster: InProcess) -> None:
@@ -480,13 +604,14 @@ async def test_one_role_after_the_other_dies(launch: Launch) -> None:
 
 async def test_a_prefill_engine_that_dies_before_the_first_token(cluster: InProcess) -> None:
     cluster.engines[PREFILL].go.clear()
-    answer = await cluster.ask(prompt(100), max_tokens=5)
+    asked = prompt(100)
+    answer = await cluster.ask(asked, max_tokens=5)
     await cluster.stopped(PREFILL)
     await cluster.kill(PREFILL)
     await answer.over()
-    assert answer.reason is ERROR
-    assert isinstance(answer.context.error, (ReplicaLost, HandoffFailed)), "whichever is noticed first"
-    assert not answer.tokens
+    assert answer.context.error is None
+    assert answer.context.modes == {Mode.DISAGGREGATED, Mode.DECODE_LOCAL}
+    assert answer.tokens == await cluster.local(asked, max_tokens=5)
     await cluster.settle(dead=[PREFILL])
 
 
@@ -495,30 +620,40 @@ async def test_a_prefill_engine_that_dies_in_the_midst_of_the_handoff(cluster: I
     local = await cluster.ask(prompt(10), max_tokens=300, temperature=1.0, seed=0)
     await local.has(1)
     cluster.planes[PREFILL].shut = True
-    answer = await (await cluster.ask(prompt(100), max_tokens=5)).has(1)
+    asked = prompt(100)
+    answer = await (await cluster.ask(asked, max_tokens=5)).has(1)
     cluster.planes[PREFILL].broken = True
     await cluster.kill(PREFILL)
     await answer.over()
-    assert_failed(answer, HandoffFailed)
-    assert len(answer.tokens) == 1
+    assert answer.context.error is None
+    assert answer.tokens == await cluster.local(asked, max_tokens=5)
     assert (await local.over()).reason is LENGTH
     assert len(local.tokens) == 300
     await cluster.settle(dead=[PREFILL])
 
 
-async def test_writes_that_fail_fail_the_session_and_not_the_replica(cluster: InProcess) -> None:
+async def test_writes_that_fail_fail_the_placement_and_not_the_replica(launch: Launch) -> None:
+    cluster = await launch(config(max_attempts=2))
     cluster.planes[PREFILL].broken = True
-    assert_failed(await cluster.answer(prompt(40), max_tokens=5), HandoffFailed)
+    failed = await cluster.answer(prompt(40), max_tokens=5)
+    assert_failed(failed, HandoffFailed)
+    assert len(failed.tokens) <= 2, "a first token from each placement's prefill, where it came before the failure"
     cluster.planes[PREFILL].broken = False
     assert (await cluster.answer(prompt(40), max_tokens=5)).reason is LENGTH
     await cluster.settle()
 
 
 async def test_a_replica_that_is_not_there(cluster: InProcess) -> None:
-    gone = {replica_id: cluster.replicas.pop(replica_id) for replica_id in (SMALL, LARGE)}
-    answer = await cluster.answer(prompt(40), max_tokens=5)
+    """Serve has lost it, and the session manager has not heard of it yet."""
+    gone = {replica_id: cluster.replicas.pop(replica_id) for replica_id in (SMALL,)}
+    asked = [prompt(40) for _ in range(6)]
+    answers = [await cluster.ask(each, max_tokens=5) for each in asked]
+    for answer in answers:
+        await answer.over()
+        assert answer.context.error is None
     cluster.replicas.update(gone)
-    assert_failed(answer, ReplicaLost)
+    for each, answer in zip(asked, answers, strict=True):
+        assert answer.tokens == await cluster.local(each, max_tokens=5)
     await cluster.settle()
 
 
@@ -546,6 +681,7 @@ async def test_a_session_that_waits_too_long_for_its_place(launch: Launch) -> No
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 async def test_outputs_that_never_arrive(cluster: InProcess, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_core, "OUTPUT_GRACE_S", 0.05)
+    monkeypatch.setattr(cluster.core, "_max_attempts", 1)
     lost = [port for name, port in cluster.pools.items() if name.startswith(pool)]
     for port in lost:
         port.reply_to = "tcp://127.0.0.1:9"

@@ -105,11 +105,11 @@ class Manager:
 class Cluster:
     """A cluster core over the doubles."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempts: int) -> None:
         self.manager = Manager()
         self.prefill, self.decode = Replica(P), Replica(D)
         pools = {"prefill": self.prefill, "decode": self.decode}
-        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, 4, Handoff.PULLED)
+        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, 4, Handoff.PULLED, attempts)
         self.context = RequestContext("r")
 
     async def ask(self, **sampling: Any) -> None:
@@ -140,8 +140,9 @@ async def reached(event: asyncio.Event) -> None:
 
 
 @pytest.fixture
-async def cluster(no_leaks: None) -> AsyncIterator[Cluster]:
-    made = Cluster()
+async def cluster(no_leaks: None, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """Sessions are placed once, unless a test asks for more by parameter."""
+    made = Cluster(getattr(request, "param", 1))
     yield made
     await made.close()
 
@@ -236,6 +237,31 @@ async def test_a_replica_that_is_lost_while_decode_pulls(cluster: Cluster, role:
     await reached(cluster.decode.ended)
     await reached(cluster.manager.closed)
     assert f"lost {role}-0" in cluster.manager.told
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+async def test_an_answer_whose_decode_is_lost_is_prefilled_again_with_its_tokens(cluster: Cluster) -> None:
+    await cluster.ask(max_tokens=5)
+    await cluster.prefilled()
+    cluster.decode.say([41, 42])
+    await cluster.next()
+    await reached(cluster.prefill.ended)
+    for replica in (cluster.prefill, cluster.decode):
+        replica.called.clear()
+    cluster.decode.lost.set()
+    await reached(cluster.prefill.called)
+    cluster.decode.lost.clear()
+    again = cluster.prefill.requests[-1]
+    assert (again.request_id, again.prompt_token_ids) == ("r~2", [*PROMPT, 41, 42])
+    assert cluster.manager.requests[-1].attempt == 2
+    await cluster.prefilled()
+    params = cluster.decode.requests[-1].sampling_params
+    assert params is not None
+    assert params.max_tokens == 3
+    cluster.decode.say([43, 44, 45], FinishReason.LENGTH)
+    last = await cluster.next()
+    assert (last.request_id, last.new_token_ids, last.finish_reason) == ("r", [43, 44, 45], FinishReason.LENGTH)
+    assert cluster.context.error is None
 
 
 async def test_what_only_the_first_token_kept_whole_is_split(cluster: Cluster) -> None:

@@ -77,18 +77,18 @@ def start(config: str, directory: Path) -> Cluster:
 def stop(cluster: Cluster) -> list[str]:
     """Ctrl-C, as a user would; the command lines of what is left of its processes afterwards."""
     cluster.application.stop()
-    return marked(cluster.marker)
+    return list(processes(cluster.marker).values())
 
 
-def marked(marker: str) -> list[str]:
-    """Live processes that inherited the run's environment, by command line."""
-    found = []
+def processes(marker: str) -> dict[int, str]:
+    """Live processes that inherited the run's environment: their command lines by process id."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             if f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-    return [line for line in found if line]
+    return {pid: line for pid, line in found.items() if line}

@@ -19,7 +19,7 @@ from tests.e2e import cluster as clusters
 from tests.e2e.cluster import Cluster
 
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 500, 1000, 1800)
-ANSWER_TOKENS = 12
+ANSWER_TOKENS, LONG_ANSWER_TOKENS = 12, 96
 CROWD = 16
 
 
@@ -33,7 +33,7 @@ def questions() -> dict[str, tuple[list[int], int]]:
     """Every prompt whose answer the tests compare with the plain engine's."""
     lengths = {f"length-{n}": (prompt(n, n), ANSWER_TOKENS) for n in LENGTHS}
     crowd = {f"crowd-{i}": (prompt(10_000 + i, 20 + 13 * i), ANSWER_TOKENS) for i in range(CROWD)}
-    return lengths | crowd
+    return lengths | crowd | {"long-answer": (prompt(20_000, 300), LONG_ANSWER_TOKENS)}
 
 
 @pytest.fixture(scope="session")

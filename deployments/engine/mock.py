@@ -164,9 +164,9 @@ class MockEngine:
             computed, steps = await self._execute(plan)
             await self._publish(outputs + computed, steps)
             if not plan.work and not plan.preempted:
-                with contextlib.suppress(TimeoutError):
-                    timeout_s = POLL_S if self._scheduler.has_handoffs else None
-                    await asyncio.wait_for(self._wake.wait(), timeout_s)
+                with contextlib.suppress(TimeoutError):  # not wait_for: Python 3.11's can lose a cancellation
+                    async with asyncio.timeout(POLL_S if self._scheduler.has_handoffs else None):
+                        await self._wake.wait()
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -206,7 +206,7 @@ class InProcess:
         await until(lambda: self._are_ready(replica_ids))
 
     def _build(self, replica_id: str) -> None:
-        pool = REPLICAS[replica_id]
+        pool = replica_id.rpartition("-")[0]
         role = Role.PREFILL if pool == "prefill" else Role.DECODE
         plane = self.planes[replica_id] = GatedPlane(replica_id)
         engine = self.engines[replica_id] = GatedEngine(
@@ -301,6 +301,11 @@ class InProcess:
             return False
 
         await until(look)
+
+    async def bury(self, replica_id: str) -> None:
+        """Stop what is left of a replica, and know it no more."""
+        await asyncio.wait_for(self.replicas.pop(replica_id).stop(), WAIT_S)
+        del self.engines[replica_id], self.planes[replica_id]
 
     async def closed(self) -> None:
         """Wait until the core and the manager have no open session, whatever the engines still have to do."""

@@ -17,7 +17,7 @@ from configs.schema import BatonConfig
 from deployments.messages import Admit, Placement, Reject, SessionRequest
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options, configuration, nodes
-from load_tests.simulator.ingress import Allocating, Ingress, Reports
+from load_tests.simulator.ingress import Allocating, Ingress, Manager, Reports, ingresses
 from load_tests.simulator.links import landed_s
 from load_tests.simulator.metrics import Classes, Record, class_of
 from load_tests.simulator.profiles import Cluster
@@ -82,11 +82,12 @@ class Simulation:
         self.nodes = nodes(cluster, trace.block_tokens, rng)
         config = configuration(cluster, trace.block_tokens, classes, options)
         self._calendar = Calendar()
-        self._ingresses = [
-            Ingress(make_allocator(config, random.Random(rng.random())), self._calendar, self._answered)
-            for _ in range(options.ingresses)
+        managers = [
+            Manager(make_allocator(config, random.Random(rng.random())), self._calendar)
+            for _ in range(options.allocators)
         ]
-        self._reports = Reports(tuple(self.nodes.values()), self._ingresses, self._calendar, options)
+        self._ingresses = ingresses(managers, self._calendar, options, self._answered)
+        self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options)
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
         self._begin_s = options.snapshot_delay_s + 1e-3
         self._sessions: dict[str, _Session] = {}

@@ -151,11 +151,13 @@ class Simulation:
     def _placed(self, request: TraceRequest, ingress: Ingress, placement: Placement) -> _Session:
         session_id, epoch, prompt = placement.session_id, placement.epoch, request.prompt_tokens
         owner = self.nodes[placement.owner.replica_id]
+        reserved = placement.reservation(placement.owner.replica_id, prompt)
         if placement.decode is None or placement.prefill is None:
-            answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes)
+            answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, reserved)
             return _Session(request, ingress, placement, owner, answer)
-        answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, loads=True)
-        prefill = Work(session_id, epoch, prompt, 1, request.hashes, keeps=True)
+        answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, reserved, loads=True)
+        reserved = placement.reservation(placement.prefill.replica_id, prompt)
+        prefill = Work(session_id, epoch, prompt, 1, request.hashes, reserved, keeps=True)
         helper = self.nodes[placement.prefill.replica_id]
         return _Session(request, ingress, placement, owner, answer, helper, prefill)
 
@@ -164,6 +166,9 @@ class Simulation:
     def _start(self, session: _Session) -> None:
         session.owner.replica.submit(session.answer, self._calendar.now_s)
         self._touched(session.owner)
+        if session.helper is not None and session.prefill is not None:
+            session.helper.replica.expect(session.prefill)
+            session.helper.reporter.changed = True
 
     def _touched(self, node: Node) -> None:
         """Something was given to a replica: it has news, and perhaps an earlier boundary."""

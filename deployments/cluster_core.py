@@ -336,6 +336,7 @@ class ClusterCore(EngineCoreClient):
         replica = placement.decode if role is Role.DECODE else placement.prefill
         assert replica is not None
         request = part(attempt.request, role, self._handoff, transfer)
+        prompt_tokens = len(request.prompt_token_ids or ())
         task = SessionTask(
             session_id=placement.session_id,
             epoch=placement.epoch,
@@ -344,7 +345,8 @@ class ClusterCore(EngineCoreClient):
             request=tuple(bytes(frame) for frame in self._encoder.encode(request)),
             reply_to=self._receiver.address,
             timeout_s=placement.session_timeout_s,
-            prompt_tokens=len(request.prompt_token_ids or ()),
+            prompt_tokens=prompt_tokens,
+            reservation=placement.reservation(replica.replica_id, prompt_tokens),
         )
         try:
             report = await self._pools[replica.pool].run(task)

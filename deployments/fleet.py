@@ -5,6 +5,9 @@ that placement relies on is hard: the blocks of a promise (prompt plus the longe
 moment it is made until it is released *and* its replica no longer lists the session, or says that it has finished.
 What is free by that count is free in the engine, so decoding never has to preempt.
 
+A session that the ledger did not place (another allocator did, or this one before it was restarted) counts in the same
+way while its replica lists it: the replica says what was promised to it.
+
 Beside it goes what is expected (prompt plus predicted answer, predicted seconds of prefill), for comparing replicas.
 Rows are made anew for the replicas that an event concerns, not for all of them.
 """
@@ -13,15 +16,28 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 
-from deployments.fleet_view import Columns, FleetView, LiveView, ReplicaView, blocks_for
-from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.fleet_view import Columns, FleetView, LiveView, ReplicaView
+from deployments.messages import (
+    NOTHING,
+    Peers,
+    Phase,
+    Placement,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Reservation,
+    Role,
+)
 from deployments.policy.latency import Coefficients
 
 Key = tuple[str, int]
 """A promise's identity: session id and epoch."""
+
+_THEIRS = 0
+"""The epoch of a session that the ledger did not place."""
 
 _NOTHING: Mapping[str, Coefficients] = {}
 
@@ -51,37 +67,17 @@ class Promise:
         return self.placement.session_id, self.placement.epoch
 
     @property
-    def prefiller(self) -> ReplicaInfo:
-        """The replica that computes the prompt."""
-        return self.placement.prefill or self.placement.owner
-
-    @property
     def replica_ids(self) -> tuple[str, str]:
         """The replicas that work for the session, its owner first; decode may be called when prefill is over."""
-        return self.placement.owner.replica_id, self.prefiller.replica_id
+        return self.placement.owner.replica_id, self.placement.prefiller.replica_id
 
-    @property
-    def uncached_tokens(self) -> int:
-        """Prompt tokens that are expected to be computed."""
-        return max(1, self.prompt_tokens - self.placement.cached_tokens)
-
-    def takes_on(self, replica_id: str) -> tuple[int, int, int, int]:
-        """What it takes on a replica: places for sessions, blocks, blocks expected at its end, tokens held on the way.
-
-        On its owner to the end; on a helper a place and the prompt's blocks, while prefilling.
-        """
-        placement = self.placement
-        if replica_id == placement.owner.replica_id:
-            if self.finished:
-                return 0, 0, 0, 0
-            output, block_size = int(placement.forecast.output_tokens), placement.owner.block_size
-            expected = placement.reserved_blocks
-            if output:  # else nobody predicted anything
-                expected = min(expected, blocks_for(self.prompt_tokens + output, block_size))
-            return 1, placement.reserved_blocks, expected, self.prompt_tokens + output // 2
-        if placement.prefill is None or not self.prefilling:
-            return 0, 0, 0, 0
-        return 1, blocks_for(self.prompt_tokens + 1, placement.prefill.block_size), 0, 0
+    def reservation(self, replica_id: str) -> Reservation:
+        """What it still takes on one of its replicas."""
+        reserved = self.placement.reservation(replica_id, self.prompt_tokens)
+        if self.prefilling:
+            return reserved
+        holds = replica_id == self.placement.owner.replica_id and not self.finished
+        return reserved.prefilled() if holds else NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +91,23 @@ class ReplicaPhase:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """`unknown`: sessions that it lists and the ledger does not know."""
-
     snapshot: ReplicaSnapshot
     at_s: float
-    unknown: int
 
 
 @dataclass(slots=True)
 class _Share:
-    """The promises that concern one replica, and sums over those that are not released.
+    """What concerns one replica: promises, and `theirs`, what it lists and nobody here promised, by session.
 
-    `prompts`: those it has yet to prefill, oldest first. `begun_s`: when the first began. `confirmed_s`: when the
-    replica's sessions were last compared with its promises.
+    The sums are over what is not released. `prompts`: seconds of those it has yet to prefill, oldest first. `begun_s`:
+    when the first began. `confirmed_s`: when the replica's sessions were last compared with its promises.
     """
 
     replica_id: str
     promises: dict[Key, Promise] = field(default_factory=dict)
     released: dict[Key, Promise] = field(default_factory=dict)
-    prompts: dict[Key, Promise] = field(default_factory=dict)
+    theirs: dict[str, Reservation] = field(default_factory=dict)
+    prompts: dict[Key, float] = field(default_factory=dict)
     begun_s: float = 0.0
     confirmed_s: float = -math.inf
     sessions: int = 0
@@ -128,14 +122,15 @@ class _Share:
         key = promise.key
         before = self.promises.get(key)
         head = next(iter(self.prompts), None)
-        if before is not None:
-            self._add(before, -1)
+        if before is not None and not before.released:
+            self._add(before.reservation(self.replica_id), -1)
         self.promises[key] = promise
-        self._add(promise, 1)
+        reserved = NOTHING if promise.released else promise.reservation(self.replica_id)
+        self._add(reserved, 1)
         if promise.released:
             self.released[key] = promise
-        if promise.prefilling and promise.prefiller.replica_id == self.replica_id:
-            self.prompts[key] = promise
+        if reserved.prefill_tokens:
+            self.prompts[key] = reserved.prefill_s
         else:
             self.prompts.pop(key, None)
         self._notice(head, now_s)
@@ -143,9 +138,32 @@ class _Share:
     def remove(self, promise: Promise, now_s: float) -> None:
         """Take a promise out."""
         head = next(iter(self.prompts), None)
-        self._add(self.promises.pop(promise.key), -1)
+        before = self.promises.pop(promise.key)
+        if not before.released:
+            self._add(before.reservation(self.replica_id), -1)
         self.released.pop(promise.key, None)
         self.prompts.pop(promise.key, None)
+        self._notice(head, now_s)
+
+    def put_theirs(self, theirs: dict[str, Reservation], listed: Sequence[str], now_s: float) -> None:
+        """What others promised, by the newest snapshot. `listed`: all its sessions, in the order of their prefills."""
+        if not theirs and not self.theirs:
+            return
+        head = next(iter(self.prompts), None)
+        for reserved in self.theirs.values():
+            self._add(reserved, -1)
+        for reserved in theirs.values():
+            self._add(reserved, 1)
+        self.theirs = theirs
+        ours = {key[0]: (key, seconds) for key, seconds in self.prompts.items() if key[1] != _THEIRS}
+        self.prompts = {}
+        for session_id in listed:
+            if session_id in ours:
+                key, seconds = ours.pop(session_id)
+                self.prompts[key] = seconds
+            elif session_id in theirs and theirs[session_id].prefill_tokens:
+                self.prompts[session_id, _THEIRS] = theirs[session_id].prefill_s
+        self.prompts.update(ours.values())
         self._notice(head, now_s)
 
     def _notice(self, head: Key | None, now_s: float) -> None:
@@ -154,17 +172,13 @@ class _Share:
         elif next(iter(self.prompts)) != head:
             self.begun_s = now_s
 
-    def _add(self, promise: Promise, sign: int) -> None:
-        if promise.released:
-            return
-        sessions, blocks, expected, held = promise.takes_on(self.replica_id)
-        self.sessions += sign * sessions
-        self.blocks += sign * blocks
-        self.expected_blocks += sign * expected
-        self.held_tokens += sign * held
-        if promise.prefilling and promise.prefiller.replica_id == self.replica_id:
-            self.backlog_tokens += sign * promise.uncached_tokens
-            self.work_s += sign * promise.placement.forecast.prefill_s
+    def _add(self, reserved: Reservation, sign: int) -> None:
+        self.sessions += sign * (reserved is not NOTHING)
+        self.blocks += sign * reserved.blocks
+        self.expected_blocks += sign * reserved.expected_blocks
+        self.held_tokens += sign * reserved.held_tokens
+        self.backlog_tokens += sign * reserved.prefill_tokens
+        self.work_s += sign * reserved.prefill_s
 
 
 class Fleet:
@@ -213,13 +227,11 @@ class Fleet:
         if known is None or known.snapshot.info != snapshot.info:
             self._peers.clear()
             self._known = None
-        share = self._shares.get(snapshot.replica_id)
-        ours = {session_id for session_id, _ in share.promises} if share and snapshot.sessions else set[str]()
-        unknown = sum(session_id not in ours for session_id in snapshot.sessions)
-        self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s, unknown)
+        self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s)
         if snapshot.info is not None:
             self._shapes[snapshot.info.pool] = snapshot.info
         self._stale_rows[snapshot.replica_id] = None
+        self._put_theirs(snapshot.replica_id, snapshot, now_s)
         self._confirm(snapshot, now_s)
         self._take_finished(snapshot, known.snapshot.finished_version if known else 0, now_s)
         self._drop_released(snapshot.replica_id, now_s)
@@ -230,6 +242,7 @@ class Fleet:
         self._peers.clear()
         self._known = None
         self._stale_rows[replica_id] = None
+        self._put_theirs(replica_id, None, 0.0)
         self._drop_released(replica_id, 0.0)
 
     def next_epoch(self, session_id: str, now_s: float) -> int:
@@ -394,9 +407,25 @@ class Fleet:
         for replica_id in set(promise.replica_ids):
             share = self._shares[replica_id]
             share.remove(promise, now_s)
-            if not share.promises:
+            if not share.promises and not share.theirs:
                 del self._shares[replica_id]
             self._stale_rows[replica_id] = None
+
+    def _put_theirs(self, replica_id: str, snapshot: ReplicaSnapshot | None, now_s: float) -> None:
+        share = self._shares.get(replica_id) or _Share(replica_id)
+        listed = snapshot.sessions if snapshot is not None else ()
+        reservations = snapshot.reservations if snapshot is not None else ()
+        ours = {session_id for session_id, _ in share.promises}
+        theirs = {
+            session_id: reserved
+            for session_id, reserved in zip(listed, chain(reservations, repeat(NOTHING)), strict=False)
+            if session_id not in ours
+        }
+        share.put_theirs(theirs, listed, now_s)
+        if share.promises or share.theirs:
+            self._shares[replica_id] = share
+        else:
+            self._shares.pop(replica_id, None)
 
     def _confirm(self, snapshot: ReplicaSnapshot, now_s: float) -> None:
         share = self._shares.get(snapshot.replica_id)
@@ -432,30 +461,24 @@ def _shape(info: ReplicaInfo) -> tuple[object, ...]:
 
 
 def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
-    """A replica's load: what is promised or what it reports, whichever is more.
-
-    A session that it lists and the ledger does not know was promised before the session manager restarted.
-    Nobody knows any more what it reserved, so its share of what is used counts on top of what is promised.
-    """
-    snapshot, info, unknown = arrival.snapshot, arrival.snapshot.info, arrival.unknown
+    """A replica's load: what is promised or what it reports, whichever is more."""
+    snapshot, info = arrival.snapshot, arrival.snapshot.info
     assert info is not None, "a row is of a replica that has told what it is"
     promised, sessions = share.blocks, share.sessions
     for promise in share.released.values():  # closed, but the engine has not freed it
         if not promise.finished and promise.placement.session_id in snapshot.sessions:
-            promised += promise.takes_on(info.replica_id)[1]
+            promised += promise.reservation(info.replica_id).blocks
             sessions += 1
-    theirs = -(-snapshot.used_blocks * unknown // len(snapshot.sessions)) if unknown else 0
-    taken = max(promised + theirs, snapshot.used_blocks)
+    taken = max(promised, snapshot.used_blocks)
     capacity = int(info.total_blocks * overcommit) if info.role is Role.DECODE else info.total_blocks
-    head = next(iter(share.prompts.values()), None)
+    head_s = next(iter(share.prompts.values()), None)
     return ReplicaView(
         info=info,
         free_blocks=max(0, capacity - taken),
-        sessions=max(sessions + unknown, snapshot.running + snapshot.waiting),
-        backlog_tokens=max(share.backlog_tokens, snapshot.backlog_tokens) if unknown else share.backlog_tokens,
-        busy_until_s=share.begun_s + share.work_s if head else 0.0,
-        behind_s=max(0.0, share.work_s - head.placement.forecast.prefill_s) if head else 0.0,
-        unknown_tokens=max(0, snapshot.backlog_tokens - share.backlog_tokens) if unknown else 0,
-        expected_blocks=max(share.expected_blocks + theirs, snapshot.used_blocks),
+        sessions=max(sessions, snapshot.running + snapshot.waiting),
+        backlog_tokens=share.backlog_tokens,
+        busy_until_s=0.0 if head_s is None else share.begun_s + share.work_s,
+        behind_s=0.0 if head_s is None else max(0.0, share.work_s - head_s),
+        expected_blocks=max(share.expected_blocks, snapshot.used_blocks),
         held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
     )

@@ -32,9 +32,9 @@ class ReplicaView(NamedTuple):
     """One replica that can be placed on now.
 
     `free_blocks`: neither used nor promised to anybody. `backlog_tokens`: prompt tokens it has yet to compute.
-    `busy_until_s`: when that is predicted to end, `behind_s`: what of it stands behind the prompt in progress.
-    `unknown_tokens`: of the backlog, what nobody has predicted. `expected_blocks`: what its sessions are expected to
-    hold in the end, `held_tokens` on the way.
+    `busy_until_s`: when that is predicted to end, `behind_s`: what of it stands behind the prompt in progress; it takes
+    no less than that from now on. `expected_blocks`: what its sessions are expected to hold in the end, `held_tokens`
+    on the way.
     """
 
     info: ReplicaInfo
@@ -43,7 +43,6 @@ class ReplicaView(NamedTuple):
     backlog_tokens: int
     busy_until_s: float = 0.0
     behind_s: float = 0.0
-    unknown_tokens: int = 0
     expected_blocks: int = 0
     held_tokens: float = 0.0
 
@@ -52,15 +51,11 @@ CHUNK_TOKENS = 2048
 """Prompt tokens in a step, where a replica does not say."""
 
 LOAD = ReplicaView._fields[1:]
-TIMES = ("step_s", "queue_until_s", "queue_floor_s")
-"""By load and what steps take. `step_s`: of a decode step. `queue_until_s`, `queue_floor_s`: what is to be prefilled
-ends then, and takes no less than that from now on.
-"""
 SHAPE = ("block_size", "max_sessions", "kv_bytes_per_token", "capacity_tokens", "per_block")
 """What does not change. `capacity_tokens`: that an empty replica could hold. `per_block`: one block's share of all."""
-NUMBERS = (*LOAD, "room_blocks", *TIMES, *SHAPE)
-"""`room_blocks`: free blocks, none where no session more may run."""
-CHANGING = slice(len(LOAD) + 1 + len(TIMES))
+NUMBERS = (*LOAD, "room_blocks", "step_s", *SHAPE)
+"""`room_blocks`: free blocks, none where no session more may run. `step_s`: of a decode step at its load."""
+CHANGING = slice(len(LOAD) + 2)
 
 UNKNOWN = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -109,8 +104,8 @@ class Columns:
             self._shape(row, view.info)
         self.ready[row], self.seen_s[row] = ready, seen_s
         room = view.free_blocks if view.sessions < view.info.max_sessions else -1
-        times = _times(self._steps[self.kind[row]], *view[1:])
-        self._table[CHANGING, row] = (*view[1:], room, *times)
+        step_s = _step_s(self._steps[self.kind[row]], view.sessions, view.held_tokens)
+        self._table[CHANGING, row] = (*view[1:], room, step_s)
 
     def learn(self, coefficients: Mapping[str, Coefficients]) -> None:
         """What each pool's steps take; a new object when that has changed, and not changed itself."""
@@ -118,8 +113,7 @@ class Columns:
             self.coefficients = coefficients
             self._steps = [coefficients.get(kind.pool, UNKNOWN) for kind in self.kinds]
             by_row = Coefficients(*np.array(self._steps or [UNKNOWN]).T[:, self.kind])
-            for name, column in zip(TIMES, _times(by_row, *(self.numbers[name] for name in LOAD)), strict=True):
-                self.numbers[name][:] = column
+            self.numbers["step_s"][:] = _step_s(by_row, self.numbers["sessions"], self.numbers["held_tokens"])
 
     def kind_of(self, row: int) -> tuple[Coefficients, Kind]:
         """What a replica's steps take, and its kind."""
@@ -227,21 +221,9 @@ def _blank(size: int) -> Numbers:
     return table
 
 
-def _times(
-    steps: Coefficients,
-    free_blocks: Any,
-    sessions: Any,
-    backlog_tokens: Any,
-    busy_until_s: Any,
-    behind_s: Any,
-    unknown_tokens: Any,
-    expected_blocks: Any,
-    held_tokens: Any,
-) -> tuple[Any, Any, Any]:
-    """TIMES of one replica, or columns of them, from LOAD; `steps` of the one, or of each."""
-    unknown_s = unknown_tokens * steps.prefill_token_s
-    step_s = steps.base_s + sessions * steps.sequence_s + held_tokens * steps.context_s
-    return step_s, busy_until_s + unknown_s, behind_s + unknown_s
+def _step_s(steps: Coefficients, sessions: Any, held_tokens: Any) -> Any:
+    """Seconds of a decode step on one replica, or a column of them; `steps` of the one, or of each."""
+    return steps.base_s + sessions * steps.sequence_s + held_tokens * steps.context_s
 
 
 class View(Protocol):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
+
+from transfer.blocks import blocks_for
 
 
 class Role(StrEnum):
@@ -105,11 +108,33 @@ class Finished:
     output_tokens: int
 
 
+class Reservation(NamedTuple):
+    """What is promised to a session on one replica.
+
+    `blocks`: the most that it may come to hold there; `expected_blocks`: at its end, `held_tokens`: on the way.
+    `prefill_tokens`: of its prompt, that the replica has yet to compute; `prefill_s`: predicted seconds of that.
+    """
+
+    blocks: int = 0
+    expected_blocks: int = 0
+    held_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+
+    def prefilled(self) -> Reservation:
+        """The same when the prompt is computed."""
+        return self._replace(prefill_tokens=0, prefill_s=0.0) if self.prefill_tokens else self
+
+
+NOTHING = Reservation()
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
     """A replica's load at one moment. `version` grows by one with every snapshot of that replica.
 
     `peers_version`: of the newest `Peers` that it has. `running_tokens`: tokens held by the sequences that decode.
+    `reservations`: of each of `sessions`, in their order, which is that of their prefills; none where nobody can tell.
     `cached_blocks`: free blocks that hold a reusable prefix. `finished`: parts that ended since a while ago, the
     newest last, `finished_version` the count of all that ever did, so that a lost snapshot loses none.
     `steps`: steps since the last snapshot. `cache`: none when nothing changed, or where the engine does not tell.
@@ -124,6 +149,7 @@ class ReplicaSnapshot:
     waiting: int = 0
     backlog_tokens: int = 0
     sessions: tuple[str, ...] = ()
+    reservations: tuple[Reservation, ...] = ()
     pool: str = ""
     counters: dict[str, float] = field(default_factory=dict)
     peers_version: int = 0
@@ -229,6 +255,27 @@ class Placement:
         assert replica is not None, "a placement names at least one replica"
         return replica
 
+    @property
+    def prefiller(self) -> ReplicaInfo:
+        """The replica that computes the prompt."""
+        return self.prefill or self.owner
+
+    def reservation(self, replica_id: str, prompt_tokens: int) -> Reservation:
+        """What it takes on a replica, before the prompt is computed.
+
+        On its owner to the end; on a helper the prompt's blocks, while prefilling.
+        """
+        prefill_tokens, prefill_s = 0, 0.0
+        if replica_id == self.prefiller.replica_id:
+            prefill_tokens, prefill_s = max(1, prompt_tokens - self.cached_tokens), self.forecast.prefill_s
+        if replica_id != self.owner.replica_id:
+            blocks = blocks_for(prompt_tokens + 1, self.prefiller.block_size)
+            return Reservation(blocks, 0, 0, prefill_tokens, prefill_s)
+        output, expected = int(self.forecast.output_tokens), self.reserved_blocks
+        if output:  # else nobody predicted anything
+            expected = min(expected, blocks_for(prompt_tokens + output, self.owner.block_size))
+        return Reservation(self.reserved_blocks, expected, prompt_tokens + output // 2, prefill_tokens, prefill_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Admit:
@@ -265,7 +312,7 @@ class SessionTask:
     """One replica's part of a session, the argument of its `run` call.
 
     `request`: the frames of an encoded EngineCoreRequest. `reply_to`: the ingress's output address; engine
-    outputs go there by step, not through the call.
+    outputs go there by step, not through the call. `reservation`: what it was promised on this replica.
     """
 
     session_id: str
@@ -276,6 +323,7 @@ class SessionTask:
     reply_to: str
     timeout_s: float
     prompt_tokens: int
+    reservation: Reservation = NOTHING
 
 
 @dataclass(frozen=True, slots=True)

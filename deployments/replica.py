@@ -24,6 +24,7 @@ from deployments.messages import (
     ReplicaInfo,
     ReplicaSnapshot,
     ReportAnswer,
+    Reservation,
     Role,
     SessionReport,
     SessionTask,
@@ -63,6 +64,12 @@ class _Live:
     done: asyncio.Future[str]
     output_tokens: int = 0
     started: bool = False
+
+    @property
+    def reservation(self) -> Reservation:
+        """What it may still take: a prompt with an output is computed."""
+        reserved = self.task.reservation
+        return reserved.prefilled() if self.started else reserved
 
 
 class Replica:
@@ -256,6 +263,7 @@ class Replica:
             waiting=load.waiting,
             backlog_tokens=sum(live.task.prompt_tokens for live in self._live.values() if not live.started),
             sessions=tuple(live.task.session_id for live in self._live.values()),
+            reservations=tuple(live.reservation for live in self._live.values()),
             counters=self._counters | self._load.counters,
             peers_version=self._peers.version,
             running_tokens=load.running_tokens,

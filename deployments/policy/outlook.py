@@ -77,7 +77,7 @@ class Outlook:
     @cached_property
     def queue_s(self) -> Numbers:
         """Until what was promised before is prefilled: by the clock, and no less than what waits behind the first."""
-        seconds: Numbers = np.maximum(self.columns["queue_until_s"] - self.now_s, self.columns["queue_floor_s"])
+        seconds: Numbers = np.maximum(self.columns["busy_until_s"] - self.now_s, self.columns["behind_s"])
         return seconds
 
     @cached_property

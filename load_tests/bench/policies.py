@@ -7,7 +7,8 @@
 decode on H100 and H200, and where the numbers are from), once per policy; every policy without admission, `joint` with
 it as well. Loads are parts of an estimate of the fleet's capacity; what that is, and the objectives, is at the top of
 `load_tests/simulator/experiment.py`. The same seed, arrivals and fleet for all. Then `joint` again at the knee with
-eight ingresses, each with its own promises, none with those of the others, and snapshots that are 100 ms old.
+eight ingresses and snapshots that come 100 ms late, twice: all ask one session manager, a call to it taking 1 ms each
+way (how the application runs), and each decides for itself with a ledger of its own (how it would without a manager).
 
 **What is measured.** `runs`: a row each, over the requests that arrive after the first 30% of the time. `offered`,
 `goodput`: requests per second, all and those within both objectives. `ttft_*`, `tpot_*`: of the served ones.
@@ -15,7 +16,8 @@ eight ingresses, each with its own promises, none with those of the others, and 
 requests not served, for whatever reason (`refusals`). `summary`, for each trace and fleet: the knee is the first load
 at which even the best of the other policies serves less than 95% of what is offered within the objectives;
 `goodput_ratio` is `joint` with admission over each policy there. `overload`: goodput at twice the load at which it is
-highest, over the highest. `ingress8`: goodput at the knee over that with one ingress and fresh snapshots.
+highest, over the highest. `ingress8`, `allocators8`: goodput at the knee with eight ingresses that share a manager, and
+with eight that decide for themselves, over that with one ingress and fresh snapshots.
 
 **What to keep in mind.** Times of a trace are compressed to reach a rate, which brings the turns of a conversation
 closer together than they were. A large fleet is simulated for less time: `simulated_s`. The traces' answers are not
@@ -49,7 +51,7 @@ LARGE = 256  # replicas, from which on fewer loads are tried, and more requests 
 REQUESTS, LARGE_REQUESTS = 8000, 32_000
 LONG_REQUESTS, LARGE_LONG_REQUESTS = 6000, 15_000  # of Mooncake's, whose prompts are ten times as long
 QUICK_REPLICAS, QUICK_LOADS, QUICK_REQUESTS = (16,), (0.8, 1.2), 300
-INGRESSES, OLD_S = 8, 0.1
+INGRESSES, OLD_S, CALL_S = 8, 0.1, 0.001
 
 
 def experiments(options: argparse.Namespace) -> list[Experiment]:
@@ -80,11 +82,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with ProcessPoolExecutor(options.processes) as processes:
         rows = _perform(processes, experiments(options))
         rows += _perform(processes, _overloads(options, rows))
-        late = _perform(processes, _with_ingresses(options, rows))
+        late = _perform(processes, _with_many(options, rows))
     summary = {}
     for replicas, trace in itertools.product(options.replicas, options.traces):
         mine = _of(rows, trace, replicas)
-        summary[f"{trace}-{replicas}"] = compare(mine) | _ingress8(mine, _of(late, trace, replicas))
+        summary[f"{trace}-{replicas}"] = compare(mine) | _many(mine, _of(late, trace, replicas))
     settings = {
         "processes": options.processes,
         "seed": options.seed,
@@ -102,7 +104,8 @@ def _perform(processes: ProcessPoolExecutor, wanted: Sequence[Experiment]) -> li
         row = rows[futures[future]] = future.result()
         say(
             f"{len(rows):4}/{len(wanted)}  {row['trace']:13} {row['replicas']:5} replicas  load {row['load']:4}  "
-            f"{row['policy']:20} {'admission' if row['admission'] else '':9}  {row['ingresses']} ingress  "
+            f"{row['policy']:20} {'admission' if row['admission'] else '':9}  "
+            f"{row['ingresses']} ingress {row['allocators']} allocator  "
             f"goodput {row['goodput']:8} of {row['offered']:8}/s  ttft p99 {row['ttft_p99_s']:7} s  "
             f"tpot p99 {row['tpot_p99_s']:8} s  hits {row['hit_rate']:6}  refused {row['refused']:5}  {row['cpu_s']} s"
         )
@@ -124,13 +127,14 @@ def _is_of(row: dict[str, Any], one: Experiment) -> bool:
     return all(row[name] == getattr(one, name) for name in ("trace", "replicas", "load", "policy", "admission"))
 
 
-def _with_ingresses(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Experiment]:
-    """`joint` at each knee, with many ingresses that see old snapshots."""
+def _with_many(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Experiment]:
+    """`joint` at each knee with old snapshots: many ingresses that share an allocator, and as many allocators."""
     made = []
     for one in experiments(options):
         is_ours = one.policy == OURS and one.admission
         if is_ours and one.load == knee(_of(rows, one.trace, one.replicas)):
-            made.append(replace(one, ingresses=INGRESSES, snapshot_delay_s=OLD_S))
+            many = replace(one, ingresses=INGRESSES, snapshot_delay_s=OLD_S)
+            made += [replace(many, call_s=CALL_S), replace(many, allocators=INGRESSES)]
     return made
 
 
@@ -138,13 +142,14 @@ def _of(rows: Sequence[dict[str, Any]], trace: str, replicas: int) -> list[dict[
     return [row for row in rows if row["trace"] == trace and row["replicas"] == replicas]
 
 
-def _ingress8(rows: Sequence[dict[str, Any]], late: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    if not late:
-        return {"ingress8": None}
-    many = late[0]
-    one = next(r for r in rows if r["policy"] == OURS and r["admission"] and r["load"] == many["load"])
-    ratio = round(many["goodput"] / one["goodput"], 4) if one["goodput"] else None
-    return {"ingress8": {"goodput": many["goodput"], "ratio": ratio, "preemptions": many["preemptions"]}}
+def _many(rows: Sequence[dict[str, Any]], late: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"ingress8": None, "allocators8": None}
+    for many in late:
+        one = next(r for r in rows if r["policy"] == OURS and r["admission"] and r["load"] == many["load"])
+        ratio = round(many["goodput"] / one["goodput"], 4) if one["goodput"] else None
+        name = "ingress8" if many["allocators"] == 1 else "allocators8"
+        found[name] = {"goodput": many["goodput"], "ratio": ratio, "preemptions": many["preemptions"]}
+    return found
 
 
 def say(text: str) -> None:

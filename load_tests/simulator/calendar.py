@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-Act = Callable[[Any], None]
+Act = Callable[..., None]
 
 
 class Calendar:
@@ -16,15 +16,15 @@ class Calendar:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.acts = 0
-        self._entries: list[tuple[float, int, Act, Any]] = []
+        self._entries: list[tuple[float, int, Act, tuple[Any, ...]]] = []
         self._serial = count()
 
-    def at(self, at_s: float, act: Act, argument: Any) -> None:
-        """Have `act(argument)` called at a time that has not passed."""
-        heapq.heappush(self._entries, (at_s, next(self._serial), act, argument))
+    def at(self, at_s: float, act: Act, *arguments: Any) -> None:
+        """Have `act(*arguments)` called at a time that has not passed."""
+        heapq.heappush(self._entries, (at_s, next(self._serial), act, arguments))
 
     def step(self) -> None:
         """The next act. Raises IndexError when there is none."""
-        self.now_s, _, act, argument = heapq.heappop(self._entries)
+        self.now_s, _, act, arguments = heapq.heappop(self._entries)
         self.acts += 1
-        act(argument)
+        act(*arguments)

@@ -16,8 +16,11 @@ from load_tests.simulator.reporting import Reporter
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a fleet is run. `ingresses`: independent allocators, each with its own promises.
+    """How a fleet is run.
 
+    `ingresses`: processes that take requests, in turn. `allocators`: who decides for them. One is the session manager,
+    which they all share; several know nothing of each other's promises but what replicas report, as if each ingress
+    decided for itself. `call_s`: from an ingress to its allocator, or back, in the mean; some ingresses are nearer.
     `snapshot_interval_s`: a replica with news reports so often at most, `quiet_s` is for one without.
     `snapshot_delay_s`: until a snapshot is known. `placement`: more of the configuration's section of that name.
     """
@@ -27,6 +30,8 @@ class Options:
     admission: bool = True
     overcommit: float = 1.0
     ingresses: int = 1
+    allocators: int = 1
+    call_s: float = 0.0
     snapshot_interval_s: float = 0.1
     snapshot_delay_s: float = 0.0
     quiet_s: float = 1.0

@@ -52,6 +52,8 @@ class Experiment:
     admission: bool
     requests: int
     ingresses: int = 1
+    allocators: int = 1
+    call_s: float = 0.0
     snapshot_delay_s: float = 0.0
     seed: int = 1
     placement: tuple[tuple[str, object], ...] = ()
@@ -62,6 +64,8 @@ class Experiment:
             policy=self.policy,
             admission=self.admission,
             ingresses=self.ingresses,
+            allocators=self.allocators,
+            call_s=self.call_s,
             snapshot_delay_s=self.snapshot_delay_s,
             seed=self.seed,
             placement=self.placement,
@@ -97,6 +101,7 @@ def perform(experiment: Experiment) -> dict[str, Any]:
         "policy": experiment.policy,
         "admission": experiment.admission,
         "ingresses": experiment.ingresses,
+        "allocators": experiment.allocators,
         **summarise(result.records, classes),
         "preemptions": result.preemptions,
         "simulated_s": round(result.simulated_s, 1),

@@ -1,4 +1,4 @@
-"""An ingress and its allocator, called as the session manager calls it."""
+"""Ingresses, and the session managers that decide for them with the production allocator."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ TIMER_S = 1e-6
 """A timer fires this much after its deadline, so that the deadline has passed."""
 
 
+Answered = Callable[[str, Admit | Reject], None]
+"""Told what became of a session."""
+
+
 class Allocating(Protocol):
     """What the session manager and the simulator ask of an allocator."""
 
@@ -29,23 +33,22 @@ class Allocating(Protocol):
     def sweep(self, now_s: float) -> object: ...
 
 
-class Ingress:
-    """Opens sessions; `answered` is told what became of each. Whoever waits is looked at after every event."""
+class Manager:
+    """An allocator and those who wait for its answers; they are looked at after every event."""
 
-    def __init__(
-        self, allocator: Allocating, calendar: Calendar, answered: Callable[[str, Admit | Reject], None]
-    ) -> None:
+    def __init__(self, allocator: Allocating, calendar: Calendar) -> None:
         self.allocator = allocator
-        self._calendar, self._answered = calendar, answered
-        self._waiting = 0
+        self._calendar = calendar
+        self._waiting: dict[str, Answered] = {}
         self._deadline_s = float("inf")
 
-    def open(self, request: SessionRequest) -> None:
+    def open(self, request: SessionRequest, answered: Answered) -> None:
+        """`answered` is called once, now or later."""
         answer = self.allocator.open(request, self._calendar.now_s)
         if answer is None:
-            self._waiting += 1
+            self._waiting[request.session_id] = answered
         else:
-            self._answered(request.session_id, answer)
+            answered(request.session_id, answer)
         self._poll()
 
     def prefill_done(self, session_id: str, epoch: int) -> None:
@@ -68,8 +71,7 @@ class Ingress:
             return
         now_s = self._calendar.now_s
         for session_id, answer in self.allocator.answers(now_s):
-            self._waiting -= 1
-            self._answered(session_id, answer)
+            self._waiting.pop(session_id)(session_id, answer)
         deadline_s = self.allocator.next_deadline_s()
         if deadline_s is not None and deadline_s < self._deadline_s:
             self._deadline_s = max(deadline_s, now_s)
@@ -81,14 +83,48 @@ class Ingress:
         self._poll()
 
 
+class Ingress:
+    """Calls its manager and gets its answers, each `call_s` later."""
+
+    def __init__(self, manager: Manager, calendar: Calendar, call_s: float, answered: Answered) -> None:
+        self._manager, self._calendar, self._call_s, self._answered = manager, calendar, call_s, answered
+
+    def open(self, request: SessionRequest) -> None:
+        self._after(self._manager.open, request, self._decided)
+
+    def prefill_done(self, session_id: str, epoch: int) -> None:
+        self._after(self._manager.prefill_done, session_id, epoch)
+
+    def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int) -> None:
+        self._after(self._manager.close, session_id, epoch, outcome, output_tokens)
+
+    def _decided(self, session_id: str, answer: Admit | Reject) -> None:
+        self._after(self._answered, session_id, answer)
+
+    def _after(self, act: Callable[..., None], *arguments: object) -> None:
+        if self._call_s:
+            self._calendar.at(self._calendar.now_s + self._call_s, act, *arguments)
+        else:
+            act(*arguments)
+
+
+def ingresses(managers: Sequence[Manager], calendar: Calendar, options: Options, answered: Answered) -> list[Ingress]:
+    """Each with its manager. Their calls take from half to one and a half times `call_s`, so that some overtake."""
+    number = options.ingresses
+    return [
+        Ingress(managers[index % len(managers)], calendar, (0.5 + (index + 0.5) / number) * options.call_s, answered)
+        for index in range(number)
+    ]
+
+
 class Reports:
-    """Has every replica report, as often as it has news at most, and tells the ingresses after the delay."""
+    """Has every replica report, as often as it has news at most, and tells the managers after the delay."""
 
     def __init__(
-        self, nodes: Sequence[Node], ingresses: Sequence[Ingress], calendar: Calendar, options: Options
+        self, nodes: Sequence[Node], managers: Sequence[Manager], calendar: Calendar, options: Options
     ) -> None:
         self._groups = [nodes[group::GROUPS] for group in range(GROUPS)]
-        self._ingresses, self._calendar, self._options = ingresses, calendar, options
+        self._managers, self._calendar, self._options = managers, calendar, options
         self._is_over = False
 
     def end(self) -> None:
@@ -118,5 +154,5 @@ class Reports:
             self._deliver(snapshots)
 
     def _deliver(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
-        for ingress in self._ingresses:
-            ingress.report(snapshots)
+        for manager in self._managers:
+            manager.report(snapshots)

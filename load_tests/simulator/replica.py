@@ -35,7 +35,7 @@ class Replica:
         self.boundary_s: float | None = None
         self.preemptions = 0
         self.backlog_tokens = 0
-        self.sessions: dict[str, None] = {}
+        self.sessions: dict[str, Work] = {}
         self.finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
         self.finished_count = 0
         self.samples: deque[StepSample] = deque(maxlen=SAMPLES_KEPT)
@@ -50,9 +50,13 @@ class Replica:
         """Sequences that run: those that decode and those that prefill."""
         return len(self.batch) + len(self.prefilling)
 
+    def expect(self, work: Work) -> None:
+        """A sequence that is to be submitted: its call is here, and waits for decode's offer."""
+        self.sessions[work.session_id] = work
+
     def submit(self, work: Work, now_s: float) -> None:
         """A sequence to serve."""
-        self.sessions[work.session_id] = None
+        self.sessions[work.session_id] = work
         self.waiting.append(work)
         if not work.loads:
             self.backlog_tokens += work.target

@@ -35,6 +35,7 @@ class Reporter:
             waiting=len(replica.waiting),
             backlog_tokens=replica.backlog_tokens,
             sessions=tuple(replica.sessions),
+            reservations=tuple(work.reservation for work in replica.sessions.values()),
             pool=replica.info.pool,
             running_tokens=batch.context + steps * len(batch),
             cached_blocks=memory.idle,

@@ -17,7 +17,7 @@ from configs.schema import BatonConfig
 from deployments.messages import Admit, Placement, Reject, SessionRequest
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options, configuration, nodes
-from load_tests.simulator.ingress import Allocating, Ingress, Reports
+from load_tests.simulator.ingress import Allocating, Ingress, Manager, Reports, ingresses
 from load_tests.simulator.links import landed_s
 from load_tests.simulator.metrics import Classes, Record, class_of
 from load_tests.simulator.profiles import Cluster
@@ -82,11 +82,12 @@ class Simulation:
         self.nodes = nodes(cluster, trace.block_tokens, rng)
         config = configuration(cluster, trace.block_tokens, classes, options)
         self._calendar = Calendar()
-        self._ingresses = [
-            Ingress(make_allocator(config, random.Random(rng.random())), self._calendar, self._answered)
-            for _ in range(options.ingresses)
+        managers = [
+            Manager(make_allocator(config, random.Random(rng.random())), self._calendar)
+            for _ in range(options.allocators)
         ]
-        self._reports = Reports(tuple(self.nodes.values()), self._ingresses, self._calendar, options)
+        self._ingresses = ingresses(managers, self._calendar, options, self._answered)
+        self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options)
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
         self._begin_s = options.snapshot_delay_s + 1e-3
         self._sessions: dict[str, _Session] = {}
@@ -150,11 +151,13 @@ class Simulation:
     def _placed(self, request: TraceRequest, ingress: Ingress, placement: Placement) -> _Session:
         session_id, epoch, prompt = placement.session_id, placement.epoch, request.prompt_tokens
         owner = self.nodes[placement.owner.replica_id]
+        reserved = placement.reservation(placement.owner.replica_id, prompt)
         if placement.decode is None or placement.prefill is None:
-            answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes)
+            answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, reserved)
             return _Session(request, ingress, placement, owner, answer)
-        answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, loads=True)
-        prefill = Work(session_id, epoch, prompt, 1, request.hashes, keeps=True)
+        answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, reserved, loads=True)
+        reserved = placement.reservation(placement.prefill.replica_id, prompt)
+        prefill = Work(session_id, epoch, prompt, 1, request.hashes, reserved, keeps=True)
         helper = self.nodes[placement.prefill.replica_id]
         return _Session(request, ingress, placement, owner, answer, helper, prefill)
 
@@ -163,6 +166,9 @@ class Simulation:
     def _start(self, session: _Session) -> None:
         session.owner.replica.submit(session.answer, self._calendar.now_s)
         self._touched(session.owner)
+        if session.helper is not None and session.prefill is not None:
+            session.helper.replica.expect(session.prefill)
+            session.helper.reporter.changed = True
 
     def _touched(self, node: Node) -> None:
         """Something was given to a replica: it has news, and perhaps an earlier boundary."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deployments.messages import NOTHING, Reservation
+
 
 @dataclass(slots=True, eq=False)
 class Work:
     """What a replica has to do for a session, and how far it is. Lengths in tokens.
 
-    `outputs`: tokens to generate here. `loads`: its prompt's KV comes from elsewhere. `keeps`: its blocks stay after
-    its last token, until `Replica.release`. `generated`: tokens so far, of whoever made them. `computed`: tokens of
-    `target` whose KV is there while it prefills; `target` grows when a preempted sequence computes its answer again.
-    `held`: leading hashed blocks that it holds by name; `is_sharing`: the next full ones may be named too.
+    `outputs`: tokens to generate here. `reserved`: what its placement promised it here. `loads`: its prompt's KV comes
+    from elsewhere. `keeps`: its blocks stay after its last token, until `Replica.release`. `generated`: tokens so far,
+    of whoever made them. `computed`: tokens of `target` whose KV is there while it prefills; `target` grows when a
+    preempted sequence computes its answer again. `held`: leading hashed blocks that it holds by name; `is_sharing`: the
+    next full ones may be named too.
     """
 
     session_id: str
@@ -20,6 +23,7 @@ class Work:
     prompt_tokens: int
     outputs: int
     hashes: tuple[int, ...] = ()
+    reserved: Reservation = NOTHING
     loads: bool = False
     keeps: bool = False
     generated: int = 0
@@ -40,3 +44,8 @@ class Work:
     def context(self) -> int:
         """Tokens whose KV it holds when it decodes: all but the newest."""
         return self.prompt_tokens + self.generated - 1
+
+    @property
+    def reservation(self) -> Reservation:
+        """What it may still take."""
+        return self.reserved.prefilled() if self.generated else self.reserved

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from deployments.fleet import Fleet, _Share
 from deployments.fleet_view import ReplicaView
-from deployments.messages import Finished, Forecast, Mode, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.messages import (
+    NOTHING,
+    Finished,
+    Forecast,
+    Mode,
+    Phase,
+    Placement,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Reservation,
+    Role,
+)
 
 POOLS = {"prefill": Role.PREFILL, "decode-small": Role.DECODE}
 
@@ -119,12 +130,46 @@ def test_a_released_session_that_only_prefill_still_lists_holds_nothing_on_decod
     assert seen(fleet, "p0").free_blocks == 90
 
 
-def test_after_a_restart_unknown_sessions_count_with_what_is_used() -> None:
+def test_sessions_that_others_placed_count_with_all_that_they_were_promised() -> None:
     fleet = make_fleet()
-    fleet.update(snapshot(D0, 41, used_blocks=40, running=2, sessions=("x", "y")), 0.0)
-    assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (60, 2)
-    fleet.promise(split("new", 50), 16, 0.0)
-    assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (10, 3)
+    theirs = Reservation(30, 20, 100), Reservation(15, 15, 50)
+    fleet.update(snapshot(D0, 41, used_blocks=7, running=1, sessions=("x", "y"), reservations=theirs), 0.0)
+    fleet.promise(split("ours", 50), 16, 0.0)
+    assert seen(fleet, "d0") == ReplicaView(
+        D0, free_blocks=5, sessions=3, backlog_tokens=0, expected_blocks=85, held_tokens=166.0
+    )
+    fleet.update(snapshot(D0, 42, sessions=("y", "ours"), reservations=(theirs[1], NOTHING)), 0.1)
+    assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (35, 2)
+    fleet.forget("d0")
+    fleet.update(snapshot(D0, 43, sessions=("ours",)), 0.2)
+    assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (50, 1)
+
+
+def test_prompts_that_others_placed_are_backlog_in_the_replicas_order_until_they_are_computed(fleet: Fleet) -> None:
+    ours = replace(split("ours", 30), forecast=Forecast(prefill_s=1.0), cached_tokens=16)
+    fleet.promise(ours, 160, 0.0)
+    theirs = Reservation(11, 0, 0, 200, 2.0)
+    both = ("theirs", "ours")
+    fleet.update(snapshot(P0, 2, sessions=both, reservations=(theirs, ours.reservation("p0", 160))), 0.5)
+    there = seen(fleet, "p0", 0.5)
+    assert (there.backlog_tokens, there.busy_until_s, there.behind_s) == (344, 3.5, 1.0)
+    fleet.update(snapshot(P0, 3, sessions=both, reservations=(theirs.prefilled(), NOTHING)), 2.5)
+    there = seen(fleet, "p0", 2.5)
+    assert (there.backlog_tokens, there.busy_until_s, there.behind_s, there.sessions) == (144, 3.5, 0.0, 2)
+    fleet.prefill_done("ours", 1, 3.5)
+    assert (seen(fleet, "p0", 3.5).busy_until_s, seen(fleet, "p0", 3.5).backlog_tokens) == (0.0, 0)
+
+
+def test_what_a_placement_takes_is_the_same_for_who_made_it_and_for_who_is_told() -> None:
+    """Two ledgers: one promises, the other hears of it from the replicas."""
+    one, other = make_fleet(), make_fleet()
+    placed = replace(split("a", 30), forecast=Forecast(prefill_s=1.5, output_tokens=40.0), cached_tokens=32)
+    one.promise(placed, 160, 0.0)
+    for fleet in (one, other):
+        for each in (D0, P0):
+            there = (placed.reservation(each.replica_id, 160),)
+            fleet.update(snapshot(each, 1, sessions=("a",), reservations=there), 0.0)
+    assert one.view(0.0) == other.view(0.0)
 
 
 def test_promising_twice_raises_and_changes_nothing(fleet: Fleet) -> None:
@@ -201,6 +246,7 @@ class Messages:
         self.fleet = make_fleet(unconfirmed_s=1e9)
         self.infos = {each.replica_id: each for each in (D0, D1, P0)}
         self.versions = dict.fromkeys(self.infos, 0)
+        self.theirs: dict[str, list[str]] = {name: [] for name in self.infos}
         self.logs: dict[str, list[Finished]] = {name: [] for name in self.infos}
         self.now_s = 0.0
         for name in self.infos:
@@ -210,6 +256,12 @@ class Messages:
         self.versions[name] += 1
         log = self.logs[name]
         load |= {"finished": tuple(log[-3:]), "finished_version": len(log)}
+        listed = load.get("sessions", ())
+        load["reservations"] = tuple(Reservation(10, 5, 100, 8, 0.5) for _ in listed)
+        newest = self.fleet.snapshots().get(name)
+        if newest is None or max(1, self.versions[name] - back) > newest.version:
+            known = {key[0] for key, promise in self.fleet._promises.items() if name in promise.replica_ids}
+            self.theirs[name] = [session for session in listed if session not in known]
         self.fleet.update(snapshot(self.infos[name], max(1, self.versions[name] - back), **load), self.now_s)
 
     def play(self, event: str, session: str, epoch: int, name: str) -> None:
@@ -236,6 +288,7 @@ class Messages:
                 self.report(name, back=3, used_blocks=99, sessions=(session,))
             case "lost":
                 self.fleet.forget(name)
+                self.theirs[name] = []
 
     def check(self) -> None:
         """The sums that are kept are those of the promises, and what policy reads is what people read."""
@@ -244,6 +297,8 @@ class Messages:
             for name in set(promise.replica_ids):
                 by_hand[name].put(promise, 0.0)
         for name, share in by_hand.items():
+            theirs = self.theirs[name]
+            share.put_theirs({each: Reservation(10, 5, 100, 8, 0.5) for each in theirs}, theirs, 0.0)
             kept = self.fleet._shares.get(name) or _Share(name)
             for number in ("sessions", "blocks", "expected_blocks", "held_tokens", "backlog_tokens"):
                 assert getattr(kept, number) == getattr(share, number), (name, number)

@@ -22,6 +22,7 @@ from deployments.messages import (
     Phase,
     ReplicaSnapshot,
     ReportAnswer,
+    Reservation,
     Role,
     SessionTask,
     StepSample,
@@ -136,7 +137,8 @@ class Fixture:
     def task(self, request_id: str = "a", timeout_s: float = 60.0, **changes: Any) -> SessionTask:
         request = (request_id.encode(),)
         address = changes.get("reply_to", self.ingress.address)
-        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, address, timeout_s, prompt_tokens=30)
+        reserved = changes.get("reservation", Reservation(4, 3, 40, 30, 0.5))
+        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, address, timeout_s, 30, reserved)
 
     async def begin(self, request_id: str = "a", **changes: Any) -> asyncio.Task[Any]:
         """A run that the engine has taken."""
@@ -252,6 +254,7 @@ async def test_a_run_ends_with_the_last_output(up: Fixture) -> None:
     other = await up.begin("b")
     listed = await up.manager.until(lambda snapshot: len(snapshot.sessions) == 2)
     assert listed.backlog_tokens == 60
+    assert listed.reservations == (Reservation(4, 3, 40, 30, 0.5),) * 2
     up.engine.put(("a", 1, False), ("b", 1, False), ("nobody", 1, False), used_blocks=4, running=2, waiting=1)
     up.engine.put(("a", 2, True), used_blocks=2, running=1)
     report = await asyncio.wait_for(run, WAIT_S)
@@ -261,6 +264,7 @@ async def test_a_run_ends_with_the_last_output(up: Fixture) -> None:
     assert (await receive(up.ingress))[1] == [repr([("a", 2, True)]).encode()]
     last = await up.manager.until(lambda snapshot: snapshot.sessions == ("s-b",))
     assert (last.used_blocks, last.running, last.waiting, last.backlog_tokens) == (2, 1, 0, 0)
+    assert last.reservations == (Reservation(4, 3, 40),), "its prompt is computed"
     assert not up.engine.aborted
     up.engine.put(("b", 1, True))
     await asyncio.wait_for(other, WAIT_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from load_tests.bench.policies import POLICIES, experiments, parse
+from load_tests.bench.policies import POLICIES, _many, _with_many, experiments, parse
 from load_tests.simulator.verdict import Row, compare, knee
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +57,19 @@ def test_every_policy_runs_without_admission_and_joint_with_it_too() -> None:
     assert sorted((one.policy, one.admission) for one in made) == sorted(
         [("joint", True), *((policy, False) for policy in POLICIES)]
     )
+
+
+def test_at_the_knee_eight_ingresses_share_a_manager_and_eight_decide_for_themselves() -> None:
+    rows = [{**each, "trace": "azure", "replicas": 16} for each in SWEEP]
+    made = _with_many(parse(["--quick", "--loads", "0.5,1.0", "--traces", "azure"]), rows)
+    assert [(one.load, one.ingresses, one.allocators, one.snapshot_delay_s) for one in made] == [
+        (1.0, 8, 1, 0.1),
+        (1.0, 8, 8, 0.1),
+    ]
+    ours = row("joint", 1.0, 0.96, True)
+    late = [{**ours, "goodput": goodput, "preemptions": 0, "allocators": n} for goodput, n in ((95.0, 1), (48.0, 8))]
+    found = _many(rows, late)
+    assert {name: each["ratio"] for name, each in found.items()} == {"ingress8": 0.9896, "allocators8": 0.5}
 
 
 def trace_files(folder: Path) -> None:

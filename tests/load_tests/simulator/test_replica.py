@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.messages import ReplicaInfo, Role
+from deployments.messages import ReplicaInfo, Reservation, Role
 from deployments.policy.latency import Coefficients
 from load_tests.simulator.replica import Replica
+from load_tests.simulator.reporting import Reporter
 from load_tests.simulator.steps import Limits
 from load_tests.simulator.work import Work
 
@@ -113,6 +114,21 @@ def test_a_prompt_beside_it_slows_a_running_answer_by_its_chunks() -> None:
     alone = play(replica(), [(0.0, Work("a", 1, 8, 30))])
     beside = play(replica(), [(0.0, Work("a", 1, 8, 30)), (0.1, Work("b", 1, 320, 2))])
     assert beside.last["a"] > alone.last["a"] + 0.02
+
+
+def test_a_snapshot_lists_what_is_expected_with_what_it_was_promised_until_it_ends() -> None:
+    engine = replica()
+    work = Work("a", 1, 8, 2, reserved=Reservation(3, 2, 9, 8, 0.1))
+    engine.expect(work)
+    reporter = Reporter(engine)
+    assert (reporter.snapshot(0.0).sessions, reporter.snapshot(0.0).reservations) == (("a",), (work.reserved,))
+    engine.submit(work, 0.0)
+    for _ in range(2):
+        assert engine.boundary_s is not None
+        engine.boundary(engine.boundary_s)
+    assert reporter.snapshot(1.0).reservations == (Reservation(3, 2, 9),)
+    engine.boundary(engine.boundary_s or 1.0)
+    assert reporter.snapshot(1.0).sessions == ()
 
 
 def test_no_more_sequences_run_than_there_are_seats() -> None:

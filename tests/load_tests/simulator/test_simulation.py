@@ -58,10 +58,13 @@ def median(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ingresses", [1, 3])
-def test_every_request_is_served_or_refused_once_and_all_memory_is_free(policy: str, ingresses: int) -> None:
+@pytest.mark.parametrize(("ingresses", "allocators"), [(1, 1), (3, 1), (3, 3)])
+def test_every_request_is_served_or_refused_once_and_all_memory_is_free(
+    policy: str, ingresses: int, allocators: int
+) -> None:
     trace = synthetic.conversations(60.0, 120, seed=2, pause_s=1.0)
-    result = simulate(trace, policy=policy, ingresses=ingresses, snapshot_delay_s=0.05)
+    many = {"ingresses": ingresses, "allocators": allocators, "call_s": 0.002}
+    result = simulate(trace, policy=policy, snapshot_delay_s=0.05, **many)
     assert len(result.records) == len(trace.requests)
     assert result.blocks_in_use == 0
     for record, request in zip(result.records, trace.requests, strict=True):
@@ -102,6 +105,20 @@ def test_decode_memory_is_never_overrun_by_one_manager_that_promises_what_there_
     result = simulate(trace, starved(heterogeneous(6), 8192), policy=policy, admission=False)
     assert result.preemptions == 0
     assert sum(not record.refused for record in result.records) > 50
+
+
+def test_a_call_to_the_manager_delays_the_first_token_by_its_way_there_and_back() -> None:
+    trace = Trace("t", 128, tuple(TraceRequest(2.0 * index, 800, 20) for index in range(5)))
+    near, far = (simulate(trace, policy="round_robin", call_s=call_s) for call_s in (0.0, 0.1))
+    for one, other in zip(near.records, far.records, strict=True):
+        assert other.ttft_s == pytest.approx(one.ttft_s + 0.2, abs=0.02)
+
+
+def test_ingresses_that_share_a_manager_never_overrun_memory_with_old_snapshots() -> None:
+    answers = synthetic.Lengths(700, 0.3, most=1000)
+    trace = synthetic.poisson(80.0, 60, seed=3, prompts=SHORT, answers=answers)
+    cluster, old = starved(heterogeneous(6), 8192), {"ingresses": 8, "call_s": 0.001, "snapshot_delay_s": 0.1}
+    assert simulate(trace, cluster, admission=False, **old).preemptions == 0
 
 
 def test_memory_promised_three_times_over_makes_engines_preempt() -> None:

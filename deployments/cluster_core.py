@@ -29,6 +29,7 @@ from deployments.errors import (
     HandoffFailed,
     NeverFits,
     Overloaded,
+    ReplicaGone,
     ReplicaLost,
     SessionError,
     SessionTimeout,
@@ -87,7 +88,7 @@ class Manager(Protocol):
 
     async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None: ...
 
-    async def lost(self, replica_id: str) -> None: ...
+    async def lost(self, replica_id: str, gone: bool = False) -> None: ...
 
 
 class Pool(Protocol):
@@ -351,7 +352,8 @@ class ClusterCore(EngineCoreClient):
         try:
             report = await self._pools[replica.pool].run(task)
         except ReplicaLost as error:
-            attempt.notices.append(self._own(self._tell(self._manager.lost(replica.replica_id)), "lost"))
+            lost = self._manager.lost(replica.replica_id, isinstance(error, ReplicaGone))
+            attempt.notices.append(self._own(self._tell(lost), "lost"))
             self._apply(attempt, attempt.session.call_ended(role, clean=False, detail=str(error)))
             return
         clean = report.outcome == "finished"

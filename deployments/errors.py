@@ -37,6 +37,10 @@ class ReplicaLost(SessionError):
     """A replica died, or refused, in the middle of the session."""
 
 
+class ReplicaGone(ReplicaLost):
+    """Serve has taken the replica out: it is being stopped, or has died."""
+
+
 class HandoffFailed(SessionError):
     """The KV cache did not reach the decode replica."""
 

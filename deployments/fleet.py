@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
@@ -329,10 +329,13 @@ class Fleet:
         )
         return FleetView(tuple(ready), self._shapes_known(), self._silent(), now_s)
 
-    def live(self, now_s: float, coefficients: Mapping[str, Coefficients] | None = None) -> LiveView:
+    def live(
+        self, now_s: float, coefficients: Mapping[str, Coefficients] | None = None, shut: Iterable[str] = ()
+    ) -> LiveView:
         """The fleet at this moment by columns, for policy; good until the next change.
 
-        `coefficients`: what the steps of each pool take; a new object when they have changed.
+        `coefficients`: what the steps of each pool take; a new object when they have changed. `shut`: replicas that do
+        not count as ready.
         """
         for replica_id in self._stale_rows:
             self._refresh(replica_id)
@@ -340,6 +343,10 @@ class Fleet:
         for columns in self._columns.values():
             columns.learn(coefficients or _NOTHING)
         by_role = {role: columns.at(now_s, self._stale_s) for role, columns in self._columns.items()}
+        for replica_id in shut:
+            for columns in by_role.values():
+                if (row := columns.rows.get(replica_id)) is not None:
+                    columns.ready[row] = False  # its own array: `at` makes one
         return LiveView(by_role, self._shapes_known(), self._silent(), now_s)
 
     def phases(self, now_s: float) -> dict[str, dict[str, ReplicaPhase]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.errors import ReplicaLost
+from deployments.errors import ReplicaGone, ReplicaLost
 from deployments.messages import SessionTask
 
 APPEAR_S = 5.0
@@ -24,8 +24,8 @@ APPEAR_S = 5.0
 class PlacedRouter(RequestRouter):
     """Routes a call whose first positional argument is a SessionTask to `task.replica_id`; others anywhere.
 
-    A placed call fails with ReplicaLost at once when its replica is gone, has refused or has died under it,
-    and after `appear_s` (a request router argument) when Serve has never heard of it.
+    A placed call fails with ReplicaLost at once when its replica has refused or has died under it, with ReplicaGone
+    when Serve has taken it out, and after `appear_s` (a request router argument) when Serve has never heard of it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ class PlacedRouter(RequestRouter):
             async with asyncio.timeout(self._appear_s):
                 while (replica := self.curr_replicas.get(replica_id)) is None:
                     if replica_id in self._seen:
-                        raise ReplicaLost(f"replica {task.replica_id} of session {task.session_id} is gone")
+                        raise ReplicaGone(f"replica {task.replica_id} of session {task.session_id} is gone")
                     await self._changed.wait()
         except TimeoutError:
             raise ReplicaLost(

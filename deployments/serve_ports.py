@@ -65,8 +65,8 @@ class ServeManager:
     async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
         await self._call("close", session_id, epoch, outcome, output_tokens)
 
-    async def lost(self, replica_id: str) -> None:
-        await self._call("lost", replica_id)
+    async def lost(self, replica_id: str, gone: bool = False) -> None:
+        await self._call("lost", replica_id, gone)
 
     async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
         answer: ReportAnswer = await self._call("report", snapshot)

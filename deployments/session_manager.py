@@ -87,9 +87,12 @@ class SessionManager:
         peers = self._allocator.fleet.peers(snapshot.info)
         return ReportAnswer(peers if peers.version != snapshot.peers_version else None, missed)
 
-    async def lost(self, replica_id: str) -> None:
-        """A replica is gone, says an ingress or Serve: nothing is placed on it until it reports again."""
-        self._allocator.lost(replica_id)
+    async def lost(self, replica_id: str, gone: bool = False) -> None:
+        """A session was lost on a replica: nothing is placed on it for a while, and until it reports again.
+
+        `gone`: Serve has taken it out, though it may go on reporting until it is stopped.
+        """
+        self._allocator.lost(replica_id, self._clock(), gone)
         self._tell()
 
     async def ready(self) -> dict[str, Any]:
@@ -128,6 +131,7 @@ class SessionManager:
             "sessions": {"open": len(promises), "queued": len(self._allocator.room), "closed": dict(self._outcomes)},
             "modes": dict(self._modes),
             "rejects": dict(self._rejects),
+            "breakers": {name: round(left_s, 3) for name, left_s in self._allocator.breakers.shut(now_s).items()},
             "predictions": self._allocator.predictions(),
             "promises": [_promise(promise, now_s) for promise in promises],
             "replicas": {name: _numbers(each) for name, each in self._allocator.fleet.snapshots().items()},

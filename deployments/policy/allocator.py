@@ -28,6 +28,7 @@ from deployments.messages import (
     StepSample,
 )
 from deployments.policy.admission import WaitingRoom
+from deployments.policy.breakers import Breakers
 from deployments.policy.chance import Chance
 from deployments.policy.classes import PriorityClasses
 from deployments.policy.latency import Coefficients, StepModel
@@ -46,6 +47,9 @@ OVERTAKEN_S = 60.0
 
 SWEEP_S = 1.0
 """Promises, replicas and cache entries that outlived their time are looked for so often."""
+
+ENDED_WELL = ("stop", "length")
+"""The outcomes of sessions that were answered to the end."""
 
 RETRY_AFTER_S = 5.0
 """For clients whose sessions may not be placed again."""
@@ -122,6 +126,7 @@ class Allocator:
         self._pins: OrderedDict[str, frozenset[str]] = OrderedDict()
         self._left: dict[str, float] = {}
         self._retries = RetryBudget()
+        self.breakers = Breakers()
         self._flow = _Flow()
         self._swept_s = 0.0
 
@@ -195,15 +200,22 @@ class Allocator:
 
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
         """The prompt is computed; idempotent. True when that was news."""
-        return self.fleet.prefill_done(session_id, epoch, now_s)
+        is_news = self.fleet.prefill_done(session_id, epoch, now_s)
+        if is_news and self.breakers:
+            for promise in self.fleet.promises_of(session_id):
+                self.breakers.succeeded((promise.placement.prefill or promise.placement.owner).replica_id)
+        return is_news
 
     def close(self, session_id: str, epoch: int, outcome: str, now_s: float, output_tokens: int | None = None) -> bool:
         """The session is over; idempotent. True when that was news. `output_tokens`: what an answer came to."""
+        if self.breakers and outcome in ENDED_WELL:
+            for promise in self.fleet.promises_of(session_id):
+                self.breakers.succeeded(promise.placement.owner.replica_id)
         if not self.fleet.release(session_id, epoch, now_s):
             return False
         if session_id not in self.room and not self.fleet.promises_of(session_id):
             session = self._sessions.pop(session_id, None)
-            if session is not None and output_tokens and outcome in ("stop", "length") and session.request.attempt == 1:
+            if session is not None and output_tokens and outcome in ENDED_WELL and session.request.attempt == 1:
                 self.lengths.observe(session.request, output_tokens, finished_by_limit=outcome == "length")
         return True
 
@@ -235,10 +247,14 @@ class Allocator:
             self._learned_s = now_s
             known = {pool: self.models[pool].coefficients for pool in sorted(self._known_pools)}
             self._coefficients = self._coefficients if known == self._coefficients else known
-        return self.fleet.live(now_s, self._coefficients)
+        return self.fleet.live(now_s, self._coefficients, self.breakers.shut(now_s) if self.breakers else ())
 
-    def lost(self, replica_id: str) -> None:
-        """A replica is gone: nothing is placed on it until it reports again."""
+    def lost(self, replica_id: str, now_s: float, gone: bool = False) -> None:
+        """A session was lost on a replica: nothing is placed on it for a while, and until it reports again.
+
+        `gone`: Serve has taken it out.
+        """
+        self.breakers.lost(replica_id, now_s, gone)
         self.fleet.forget(replica_id)
         self.index.forget(replica_id)
 
@@ -365,6 +381,9 @@ class Allocator:
         placement = replace(decision.placement, epoch=epoch)
         self.fleet.promise(placement, request.prompt_tokens, now_s)
         self._sessions[request.session_id] = session
+        if self.breakers:
+            for replica_id in {placement.owner.replica_id, (placement.prefill or placement.owner).replica_id}:
+                self.breakers.placed(replica_id, now_s)
         self._remember(request, placement, now_s)
         return Admit(placement)
 

@@ -98,7 +98,7 @@ class Manager:
         self.told.append(outcome)
         self.closed.set()
 
-    async def lost(self, replica_id: str) -> None:
+    async def lost(self, replica_id: str, gone: bool = False) -> None:
         self.told.append(f"lost {replica_id}")
 
 

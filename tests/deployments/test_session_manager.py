@@ -23,6 +23,7 @@ from deployments.messages import (
     Role,
     SessionRequest,
 )
+from deployments.policy.breakers import FIRST_S
 from deployments.session_manager import SessionManager
 
 BLOCK = 16
@@ -242,6 +243,11 @@ async def test_nothing_is_placed_on_a_lost_or_stale_replica(cluster: Cluster) ->
     waiting = cluster.queue("a")
     await settle()
     assert not waiting.done()
+    await cluster.report(D0)
+    await settle()
+    assert not waiting.done(), "it may be about to fail again"
+    assert (await cluster.manager.status())["breakers"] == {"d0": FIRST_S}
+    cluster.clock.now_s += FIRST_S
     await cluster.report(D0)
     assert isinstance(await waiting, Admit)
     await cluster.manager.close("a", 1, "finished")

@@ -24,6 +24,7 @@ from deployments.messages import (
     StepSample,
 )
 from deployments.policy.allocator import TRUSTED_STEPS, Allocator
+from deployments.policy.breakers import FIRST_S
 from deployments.policy.split import ANY
 
 BLOCK = 16
@@ -236,10 +237,35 @@ def test_a_lost_replica_takes_its_cache_along() -> None:
     allocator = allocator_of(p0, p1, info("d0", total_blocks=100_000))
     hashes = tuple(range(1, 65))
     report(allocator, p1, 2, cache=CacheChange(1, hashes, (), True))
-    allocator.lost("p1")
+    allocator.lost("p1", 0.0)
     report(allocator, p1, 3)
     assert admitted(allocator, ask("a", 1100, hashes=hashes)).cached_tokens == 0
     assert report(allocator, p1, 4, cache=CacheChange(9, (1,), ())), "it has to tell all of it again"
+
+
+def test_a_replica_that_lost_a_session_is_tried_with_one_before_it_gets_more() -> None:
+    decoded = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL)
+    d0 = info("d0", total_blocks=100_000)
+    allocator = allocator_of(info("p0"), d0)
+    allocator.lost("d0", 0.0)
+    report(allocator, d0, 2)
+    assert allocator.open(ask("a", allowed=decoded), 0.0) is None
+    assert allocator.open(ask("b", allowed=decoded), 0.0) is None
+    ((session_id, first),) = allocator.answers(FIRST_S)
+    assert isinstance(first, Admit)
+    assert session_id == "a"
+    allocator.close("a", first.placement.epoch, "stop", FIRST_S, 4)
+    ((session_id, second),) = allocator.answers(FIRST_S)
+    assert isinstance(second, Admit)
+    assert admitted(allocator, ask("c", allowed=decoded))
+
+
+def test_a_replica_that_serve_has_taken_out_gets_nothing_though_it_reports() -> None:
+    d0, d1 = info("d0", total_blocks=100_000), info("d1", total_blocks=100)
+    allocator = allocator_of(info("p0"), d0, d1)
+    allocator.lost("d0", 0.0, gone=True)
+    report(allocator, d0, 2)
+    assert admitted(allocator, ask("a")).owner == d1
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "weighted_round_robin", "power_of_two", "least_tokens"])

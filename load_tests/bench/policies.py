@@ -4,8 +4,9 @@
 `--quick` for a look within half a minute. Progress goes to stderr; the last line of stdout is one JSON object.
 
 **What runs.** Every trace at every load on fleets of every size (`load_tests/simulator/profiles.py`: prefill on H100,
-decode on H100 and H200, and where the numbers are from), once per policy; every policy without admission, `joint` with
-it as well. Loads are parts of an estimate of the fleet's capacity; what that is, and the objectives, is at the top of
+decode on H100 and H200, and where the numbers are from), once per policy without admission. Every policy may have
+admission: `joint` runs with it everywhere, the others that `--admitted` names at the knee. Loads are parts of an
+estimate of the fleet's capacity; what that is, and the objectives, is at the top of
 `load_tests/simulator/experiment.py`. The same seed, arrivals and fleet for all. Then `joint` again at the knee with
 eight ingresses and snapshots that come 100 ms late, twice: all ask one session manager, a call to it taking 1 ms each
 way (how the application runs), and each decides for itself with a ledger of its own (how it would without a manager).
@@ -14,10 +15,11 @@ way (how the application runs), and each decides for itself with a ledger of its
 `goodput`: requests per second, all and those within both objectives. `ttft_*`, `tpot_*`: of the served ones.
 `hit_rate`: prompt blocks found in the cache of whoever prefilled, of all. `preemptions`: of the whole run. `refused`:
 requests not served, for whatever reason (`refusals`). `summary`, for each trace and fleet: the knee is the first load
-at which even the best of the other policies serves less than 95% of what is offered within the objectives;
-`goodput_ratio` is `joint` with admission over each policy there. `overload`: goodput at twice the load at which it is
-highest, over the highest. `ingress8`, `allocators8`: goodput at the knee with eight ingresses that share a manager, and
-with eight that decide for themselves, over that with one ingress and fresh snapshots.
+at which even the best of the other policies serves less than 95% of what is offered within the objectives, all without
+admission. `goodput_ratio` is `joint` over each policy there, like with like: `with_admission`, `without_admission`.
+`admission_ratio` is `joint` with admission over each policy without. `overload`: goodput at twice the load at which it
+is highest, over the highest. `ingress8`, `allocators8`: goodput at the knee with eight ingresses that share a manager,
+and with eight that decide for themselves, over that with one ingress and fresh snapshots.
 
 **What to keep in mind.** Times of a trace are compressed to reach a rate, which brings the turns of a conversation
 closer together than they were. A large fleet is simulated for less time: `simulated_s`. The traces' answers are not
@@ -47,6 +49,7 @@ REPLICAS = (64, 1000)
 TRACES = ("mooncake", "azure")
 LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 2.0)
 LARGE_LOADS = (1.0, 1.2)
+ADMITTED = ("overlap_cost", "least_tokens", "round_robin")
 LARGE = 256  # replicas, from which on fewer loads are tried, and more requests are sent
 REQUESTS, LARGE_REQUESTS = 8000, 32_000
 LONG_REQUESTS, LARGE_LONG_REQUESTS = 6000, 15_000  # of Mooncake's, whose prompts are ten times as long
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         load_trace(name, 1 << 20)
     with ProcessPoolExecutor(options.processes) as processes:
         rows = _perform(processes, experiments(options))
-        rows += _perform(processes, _overloads(options, rows))
+        rows += _perform(processes, _admitted(options, rows) + _overloads(options, rows))
         late = _perform(processes, _with_many(options, rows))
     summary = {}
     for replicas, trace in itertools.product(options.replicas, options.traces):
@@ -121,6 +124,15 @@ def _overloads(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> l
             double = replace(one, load=TWOFOLD * peak)
             made[double] = not any(_is_of(row, double) for row in rows)
     return [one for one, is_new in made.items() if is_new]
+
+
+def _admitted(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Experiment]:
+    """The other policies at each knee, with admission as `joint` has it."""
+    return [
+        replace(one, admission=True)
+        for one in experiments(options)
+        if one.policy in set(options.admitted) - {OURS} and one.load == knee(_of(rows, one.trace, one.replicas))
+    ]
 
 
 def _is_of(row: dict[str, Any], one: Experiment) -> bool:
@@ -164,6 +176,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=_integers, help="fleet sizes, by comma; default: 64,1000")
     parser.add_argument("--traces", type=_names, default=TRACES, help=f"files' beginnings, or {', '.join(MADE)}")
     parser.add_argument("--policies", type=_names, default=POLICIES, help="by comma; default: all")
+    parser.add_argument("--admitted", type=_names, default=ADMITTED, help="other policies that run with admission too")
     parser.add_argument("--loads", type=_numbers, help="in parts of the estimated capacity, by comma")
     parser.add_argument("--requests", type=int, help="requests of each run")
     parser.add_argument(

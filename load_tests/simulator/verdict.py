@@ -11,6 +11,7 @@ MISSES = 0.95
 LEVEL = 0.98
 """Goodputs that differ by less are alike."""
 TWOFOLD = 2.0
+FORMS = (("with_admission", True), ("without_admission", False))
 
 Row = Mapping[str, Any]
 
@@ -26,7 +27,11 @@ def knee(rows: Sequence[Row]) -> float | None:
 
 
 def compare(rows: Sequence[Row]) -> dict[str, Any]:
-    """One trace and fleet: goodput at the knee over that of each other policy, and under twofold overload."""
+    """One trace and fleet: goodput at the knee over that of each other policy, and under twofold overload.
+
+    `goodput_ratio` compares like with like, both with admission or both without; `admission_ratio` is ours with
+    admission over everybody without it.
+    """
     at = knee(rows)
     found: dict[str, Any] = {"knee_load": at}
     if at is not None:
@@ -36,11 +41,18 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
             found["knee_rate"] = ours["rate"]
             found["goodput"] = ours["goodput"]
             found["goodput_ratio"] = {
-                policy if policy != OURS else f"{OURS} without admission": _ratio(ours, row)
-                for (policy, admission), row in sorted(here.items())
-                if not admission
+                name: _ratios(here.get((OURS, admission)), here, admission, but=OURS) for name, admission in FORMS
             }
+            found["admission_ratio"] = _ratios(ours, here, admission=False)
     return found | {"overload": overload(rows)}
+
+
+def _ratios(
+    ours: Row | None, here: Mapping[tuple[str, bool], Row], admission: bool, but: str = ""
+) -> dict[str, float | None]:
+    """Our goodput over that of each policy that ran in that form."""
+    others = {policy: row for (policy, form), row in sorted(here.items()) if form is admission and policy != but}
+    return {policy: _ratio(ours, row) for policy, row in others.items()} if ours is not None else {}
 
 
 def peak_load(rows: Sequence[Row], admission: bool = True) -> float | None:
@@ -59,7 +71,7 @@ def overload(rows: Sequence[Row]) -> dict[str, Any]:
     """
     peak_at = peak_load(rows)
     found: dict[str, Any] = {"peak_load": peak_at}
-    for name, admission in (("with_admission", True), ("without_admission", False)):
+    for name, admission in FORMS:
         mine = _ours(rows, admission)
         at = next((row for row in mine if peak_at is not None and row["load"] == TWOFOLD * peak_at), None)
         if at is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from load_tests.bench.policies import POLICIES, _many, _with_many, experiments, parse
+from load_tests.bench.policies import ADMITTED, POLICIES, _many, _with_many, experiments, parse
 from load_tests.simulator.verdict import Row, compare, knee
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,6 +35,7 @@ SWEEP = [
     *(row("least_tokens", load, share) for load, share in ((0.5, 1.0), (0.8, 0.99), (1.0, 0.8), (2.0, 0.2))),
     *(row("joint", load, share) for load, share in ((0.5, 1.0), (0.8, 1.0), (1.0, 0.97), (2.0, 0.2))),
     *(row("joint", load, share, True) for load, share in ((0.5, 1.0), (0.8, 1.0), (1.0, 0.96), (2.0, 0.46))),
+    row("least_tokens", 1.0, 0.96, admission=True),
 ]
 
 
@@ -44,9 +47,13 @@ def test_the_knee_is_where_the_best_of_the_others_begins_to_miss() -> None:
 def test_the_verdict_compares_at_the_knee_and_under_overload() -> None:
     found = compare(SWEEP)
     assert found["goodput_ratio"] == {
+        "with_admission": {"least_tokens": 1.0},
+        "without_admission": {"round_robin": pytest.approx(1.94), "least_tokens": pytest.approx(1.2125)},
+    }
+    assert found["admission_ratio"] == {
         "round_robin": pytest.approx(1.92),
         "least_tokens": pytest.approx(1.2),
-        "joint without admission": pytest.approx(0.9897, abs=1e-4),
+        "joint": pytest.approx(0.9897, abs=1e-4),
     }
     assert found["overload"]["with_admission"]["share_of_peak"] == pytest.approx(92 / 96, abs=1e-4)
     assert found["overload"]["without_admission"]["share_of_peak"] == pytest.approx(40 / 97, abs=1e-4)
@@ -109,8 +116,12 @@ def test_a_quick_run_ends_with_one_line_of_json(tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result) == {"runs", "summary", "conditions"}
     assert all(set(run) >= RUN_KEYS for run in result["runs"])
-    seen = {(run["trace"], run["policy"], run["admission"]) for run in result["runs"]}
-    assert len(seen) == 2 * (len(POLICIES) + 1)
+    seen = Counter((run["trace"], run["load"], run["admission"]) for run in result["runs"])
+    for trace, load in itertools.product(("mooncake", "azure"), (0.5, 8.0)):
+        at_knee = result["summary"][f"{trace}-16"]["knee_load"] == load
+        ours = 3 if at_knee else 1  # with many ingresses, and many allocators
+        assert seen[trace, load, False] == len(POLICIES)
+        assert seen[trace, load, True] == ours + (len(ADMITTED) if at_knee else 0)
     assert set(result["summary"]) == {"mooncake-16", "azure-16"}
     assert any(run["hit_rate"] > 0 for run in result["runs"] if run["trace"] == "mooncake")
     assert result["conditions"]["seed"] == 1

@@ -5,8 +5,9 @@ furthest behind its weight's share of all turns. The one that is due is tried be
 no class starves. Within a class clients share fairly (`line.py`).
 
 A request that cannot be placed now does not hold up later ones that can. So that small requests cannot starve a
-large one for ever, a request that has waited half of the time it has claims the decode replicas that could hold it:
-those behind it are placed on the others only, and the claimed ones empty out.
+large one for ever, a request that has waited half of the time it has claims a decode replica, the one that is nearest
+to having room for it: those behind it are placed on the others only, and the claimed one empties out. (Claims on all
+that could hold it were tried: at overload one long prompt then held up every short one.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from deployments.fleet_view import View
 from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
 from deployments.policy.classes import PriorityClass, PriorityClasses
 from deployments.policy.line import Line, Waiter
-from deployments.policy.placement import claims
+from deployments.policy.placement import claimed
 
 OVERTAKING_DEPTH = 64
 """How many may be tried before a pass gives up, divided among the classes that wait: bounds the work of one pass."""
@@ -116,9 +117,17 @@ class WaitingRoom:
             self._take_out(waiter)
         return waiter is not None
 
-    def next_ready(self, view: View, place: Callable[[SessionRequest, View], Decision], now_s: float) -> Called | None:
-        """Take out the first waiter that can be answered now. Call again, with a new view, until None."""
-        claimed: frozenset[str] = frozenset()
+    def next_ready(
+        self,
+        view: View,
+        place: Callable[[SessionRequest, View], Decision],
+        now_s: float,
+        claim: Callable[[SessionRequest, View], str | None] = claimed,
+    ) -> Called | None:
+        """Take out the first waiter that can be answered now. Call again, with a new view, until None.
+
+        `claim`: the replica that a patient waiter claims, if any.
+        """
         claimants = 0
         for waiter in self._in_order():
             decision = place(waiter.request, view)
@@ -127,8 +136,8 @@ class WaitingRoom:
                 return Called(waiter.request, decision)
             if claimants < CLAIMANTS and _is_patient(waiter, now_s):
                 claimants += 1
-                claimed |= claims(waiter.request, view)
-                view = view.without_room_on(claimed)
+                replica_id = claim(waiter.request, view)
+                view = view if replica_id is None else view.without_room_on((replica_id,))
         return None
 
     def expired(self, now_s: float) -> tuple[SessionRequest, ...]:

@@ -35,7 +35,7 @@ from deployments.policy.latency import Coefficients, StepModel
 from deployments.policy.length import LengthPredictor
 from deployments.policy.objectives import verdict
 from deployments.policy.outlook import Knowledge, Limits
-from deployments.policy.placement import PlacementSettings, place
+from deployments.policy.placement import PlacementSettings, claimed, place
 from deployments.policy.policies import POLICIES
 from deployments.policy.prefix_index import PrefixIndex
 from deployments.policy.retry_budget import RetryBudget
@@ -340,7 +340,7 @@ class Allocator:
             def decide(request: SessionRequest, view: View, tried: _Pass = tried) -> Decision:
                 return self._retry(request, view, tried, now_s)
 
-            called = self.room.next_ready(view, decide, now_s)
+            called = self.room.next_ready(view, decide, now_s, self._claimed)
             if called is None:
                 break
             session = self._sessions[called.request.session_id]
@@ -348,6 +348,9 @@ class Allocator:
                 self._flow.served(now_s)
             self._answer(called.request.session_id, self._settle(session, called.decision, now_s))
         self._expire(now_s)
+
+    def _claimed(self, request: SessionRequest, view: View) -> str | None:
+        return claimed(request, view, self._settings.limits)
 
     def _retry(self, request: SessionRequest, view: View, tried: _Pass, now_s: float) -> Decision:
         tokens = request.prompt_tokens + request.max_tokens

@@ -104,12 +104,7 @@ class Field:
 
     def can_hold(self, columns: Columns, tokens: int) -> Flags:
         """The replicas that could hold so many tokens if they were empty, and whose pool takes such a request."""
-        able: Flags = columns["capacity_tokens"] >= tokens
-        if not self.settings.limits:
-            return able
-        takes = [self.settings.limits.get(kind.pool, Limits()).take(self.request) for kind in columns.kinds]
-        taken: Flags = np.array(takes or [True])[columns.kind]
-        return able & taken
+        return _can_hold(self.request, columns, tokens, self.settings.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +170,15 @@ def near_s(cost_s: float, weights: WeightsConfig) -> float:
     return max(weights.near_s, weights.near_share * abs(cost_s))
 
 
-def claims(request: SessionRequest, view: View) -> frozenset[str]:
-    """The ready decode replicas that could hold a request if empty: what a patient waiter waits for."""
+def claimed(request: SessionRequest, view: View, limits: Mapping[str, Limits] | None = None) -> str | None:
+    """The ready decode replica that a patient waiter waits for: of those that could hold it if empty, the one that has
+    the most blocks free. None where no such replica is ready. `limits`: what a pool takes, by its name.
+    """
     columns = view.columns(Role.DECODE)
-    able = columns.ready & (columns["capacity_tokens"] >= _tokens(request))
-    return frozenset(columns.info(row).replica_id for row in np.flatnonzero(able).tolist())
+    able = np.flatnonzero(columns.ready & _can_hold(request, columns, _tokens(request), limits or {}))
+    if not able.size:
+        return None
+    return columns.info(int(able[columns["free_blocks"][able].argmax()])).replica_id
 
 
 def _modes(request: SessionRequest, here: Field, settings: PlacementSettings) -> tuple[Mode, ...]:
@@ -277,6 +276,15 @@ def _tokens(request: SessionRequest) -> int:
 def _holds(info: ReplicaInfo, tokens: int) -> bool:
     """Whether an empty replica of this shape could hold so many tokens."""
     return tokens <= info.max_model_len and blocks_for(tokens, info.block_size) <= info.total_blocks
+
+
+def _can_hold(request: SessionRequest, columns: Columns, tokens: int, limits: Mapping[str, Limits]) -> Flags:
+    able: Flags = columns["capacity_tokens"] >= tokens
+    if not limits:
+        return able
+    takes = [limits.get(kind.pool, Limits()).take(request) for kind in columns.kinds]
+    taken: Flags = np.array(takes or [True])[columns.kind]
+    return able & taken
 
 
 def _takes(here: Field, info: ReplicaInfo, tokens: int) -> bool:

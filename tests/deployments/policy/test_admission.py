@@ -90,6 +90,14 @@ def test_after_half_its_timeout_nobody_overtakes_a_request_where_it_could_go() -
     assert found[0] == "large"
 
 
+def test_a_patient_request_holds_up_others_on_one_replica_only() -> None:
+    room = room_of(ask("large", 80), ask("small", 10))
+    found = called(room, fleet_of(decode("d0", 100, 40), decode("d1", 100, 50), decode("d2", 100, 30)), 20.0)
+    assert found is not None
+    assert isinstance(found[1], Admit)
+    assert (found[0], found[1].placement.owner.replica_id) == ("small", "d0")
+
+
 def test_a_patient_request_does_not_block_replicas_that_could_never_hold_it() -> None:
     room = room_of(ask("large", 80), ask("small", 10))
     found = called(room, fleet_of(decode("d0", 100, 50), decode("d1", 20, 20)), 20.0)

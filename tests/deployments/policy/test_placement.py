@@ -26,7 +26,8 @@ from deployments.messages import (
     SessionRequest,
 )
 from deployments.policy.joint import Joint
-from deployments.policy.placement import PlacementSettings, claims
+from deployments.policy.outlook import Limits
+from deployments.policy.placement import PlacementSettings, claimed
 from deployments.policy.placement import place as place_by
 from deployments.policy.split import ANY
 
@@ -204,10 +205,13 @@ def test_a_request_without_a_mode_is_an_error() -> None:
         place(SessionRequest("s", 1, 1, ()), fleet_of(), SETTINGS)
 
 
-def test_a_waiter_claims_the_decode_replicas_that_could_hold_it() -> None:
-    view = fleet_of(replica("d0"), replica("d1", total=400, free=0), prefill())
-    assert claims(ask(1000, 1000), view) == {"d1"}
-    assert claims(ask(), view) == {"d0", "d1"}
+def test_a_waiter_claims_the_decode_replica_that_is_nearest_to_having_room() -> None:
+    view = fleet_of(replica("d0", free=20), replica("d1", total=400, free=10), replica("d2", free=5), prefill())
+    assert claimed(ask(), view) == "d0"
+    assert claimed(ask(1000, 1000), view) == "d1", "d0 could never hold it"
+    assert claimed(ask(), view.without_room_on(["d0"])) == "d1"
+    assert claimed(ask(9000, 1), view) is None
+    assert claimed(ask(), view, {"decode-pool": Limits(min_prompt_tokens=65)}) is None
 
 
 @given(

@@ -157,7 +157,7 @@ class ClassConfig(Section):
     nothing is refused for its predicted times.
     """
 
-    rank: int = Field(0, ge=0, description="Waiting requests of a lower rank go first.")
+    rank: int = Field(0, ge=0, description="Waiting requests of a lower rank go first; of one rank by deadline.")
     weight: float = Field(1.0, gt=0, description="The share of a class with waiters that no rank takes from it.")
     ttft_s: float | None = Field(None, gt=0, description="Objective: seconds until the first token.")
     tpot_s: float | None = Field(None, gt=0, description="Objective: seconds from one token to the next.")

@@ -1,8 +1,9 @@
 """The waiting room: a bounded queue of requests that no replica can take yet. Pure.
 
-Classes of a lower rank go first, and of each three others follow one that is due: the first of the class that is
-furthest behind its weight's share of all turns. The one that is due is tried before anybody else until it is served, so
-no class starves. Within a class clients share fairly (`line.py`).
+Classes of a lower rank go first. Among classes of one rank the earliest target for a first token does, while it can be
+met; those whose target has passed, and classes that promise nothing, follow in turns by weight. After each three so
+served one is due: the first of the class that is furthest behind its weight's share of all turns. It is tried before
+anybody else until it is served, so no class starves. Within a class clients share fairly (`line.py`).
 
 A request that cannot be placed now does not hold up later ones that can. So that small requests cannot starve a
 large one for ever, a request that has waited half of the time it has claims a decode replica, the one that is nearest
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from heapq import merge
+from itertools import groupby, islice, takewhile
+from operator import itemgetter
 
 from deployments.fleet_view import View
 from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
@@ -59,6 +62,12 @@ class _Class:
     def after_next(self) -> float:
         """`turns` after one more."""
         return self.turns + 1 / self.priority.weight
+
+    def in_order(self, depth: int, now_s: float) -> Iterator[tuple[tuple[int, float], Waiter]]:
+        """Its first `depth`, each after its place among those of other classes of the rank."""
+        for waiter in islice(self.line.in_order(), depth):
+            is_in_time = self.priority.ttft_s is not None and now_s < waiter.target_s
+            yield (0, waiter.target_s) if is_in_time else (1, self.after_next), waiter
 
 
 class WaitingRoom:
@@ -129,7 +138,7 @@ class WaitingRoom:
         `claim`: the replica that a patient waiter claims, if any.
         """
         claimants = 0
-        for waiter in self._in_order():
+        for waiter in self._in_order(now_s):
             decision = place(waiter.request, view)
             if not isinstance(decision, Queue):
                 self._call(waiter, served=isinstance(decision, Admit))
@@ -167,16 +176,21 @@ class WaitingRoom:
         waited = now_s - oldest.since_s if oldest else 0.0
         return min(max(waited, 1.0), self._max_retry_after_s)
 
-    def ahead_of(self, request: SessionRequest) -> int:
-        """About how many would be served before a newcomer: all of lower ranks, and of its own as clients share it.
+    def ahead_of(self, request: SessionRequest, now_s: float) -> int:
+        """About how many would be served before a newcomer: all of lower ranks, those of other classes of its rank that
+        are due before it, and of its own as clients share it.
 
         Raises UnknownClass when its class does not exist.
         """
-        rank = self._classes.resolve(request.priority).rank
-        before = (queue for queue in self._queues.values() if queue.priority.rank <= rank)
-        return sum(
-            len(queue.line) if queue.priority.rank < rank else queue.line.ahead_of(request.client) for queue in before
-        )
+        mine = self._classes.resolve(request.priority)
+        lines = [queue.line for queue in self._queues.values() if queue.priority.rank == mine.rank]
+        before = sum(len(queue.line) for queue in self._queues.values() if queue.priority.rank < mine.rank)
+        if mine.ttft_s is None:
+            return before + sum(line.ahead_of(request.client) for line in lines)
+        target_s = self._target_s(mine, now_s)
+        others = (line for line in lines if line.priority is not mine and line.priority.ttft_s is not None)
+        own = self._queues[mine.name].line.ahead_of(request.client)
+        return before + own + sum(line.due_within(now_s, target_s) for line in others)
 
     def queued(self) -> dict[str, int]:
         """How many wait, by class."""
@@ -186,22 +200,27 @@ class WaitingRoom:
         if not queue.line:
             queue.turns = max(queue.turns, self._turns)
         self._arrived += 1
-        target_s = now_s + min(queue.priority.ttft_s or self._timeout_s, self._timeout_s)
+        target_s = self._target_s(queue.priority, now_s)
         tokens = request.prompt_tokens + output_tokens
         waiter = Waiter(request, queue.priority, self._arrived, now_s, target_s, tokens)
         self._waiters[request.session_id] = waiter
         queue.line.join(waiter)
 
-    def _in_order(self) -> Iterator[Waiter]:
+    def _target_s(self, priority: PriorityClass, now_s: float) -> float:
+        return now_s + min(priority.ttft_s or self._timeout_s, self._timeout_s)
+
+    def _in_order(self, now_s: float) -> Iterator[Waiter]:
         """Whom to try, and in which order. Nobody may come or go meanwhile."""
         waiting = [queue for queue in self._queues.values() if queue.line]
         if self._due is None and waiting and self._by_rank >= TURNS_BY_RANK:
             self._due = next(min(waiting, key=lambda queue: queue.after_next).line.in_order())
         if self._due is not None:
             yield self._due
-        for queue in sorted(waiting, key=lambda queue: (queue.priority.rank, queue.after_next)):
-            depth = -(-OVERTAKING_DEPTH // len(waiting))
-            yield from (waiter for waiter in islice(queue.line.in_order(), depth) if waiter is not self._due)
+        depth = -(-OVERTAKING_DEPTH // max(len(waiting), 1))
+        waiting.sort(key=lambda queue: (queue.priority.rank, queue.after_next))
+        for _, equals in groupby(waiting, key=lambda queue: queue.priority.rank):
+            lines = [queue.in_order(depth, now_s) for queue in equals]
+            yield from (waiter for _, waiter in merge(*lines, key=itemgetter(0)) if waiter is not self._due)
 
     def _call(self, waiter: Waiter, served: bool) -> None:
         if served:

@@ -30,7 +30,7 @@ from deployments.messages import (
 from deployments.policy.admission import WaitingRoom
 from deployments.policy.breakers import Breakers
 from deployments.policy.chance import Chance
-from deployments.policy.classes import PriorityClasses
+from deployments.policy.classes import PriorityClass, PriorityClasses
 from deployments.policy.latency import Coefficients, StepModel
 from deployments.policy.length import LengthPredictor
 from deployments.policy.objectives import verdict
@@ -321,10 +321,9 @@ class Allocator:
         if session.request.attempt > 1:
             return None
         priority = self._classes.resolve(session.request.priority)
-        ahead = self.room.ahead_of(session.request)
+        ahead = self.room.ahead_of(session.request, now_s)
         wait_s = self._flow.wait_s(ahead)
-        limit_s = UNBOUNDED if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s
-        if not self._config.admission or wait_s <= limit_s:
+        if not self._config.admission or wait_s <= self._ttft_limit_s(priority):
             return None
         reason = (
             f"predicted wait {wait_s:.1f} s behind {ahead} others, over the {priority.ttft_s:g} s TTFT of "
@@ -353,13 +352,33 @@ class Allocator:
         return claimed(request, view, self._settings.limits)
 
     def _retry(self, request: SessionRequest, view: View, tried: _Pass, now_s: float) -> Decision:
+        session = self._sessions[request.session_id]
         tokens = request.prompt_tokens + request.max_tokens
         if tried.why is not None and tokens >= tried.none_for_tokens and not self._settings.limits:
-            return tried.why
-        decision = self._decide(self._sessions[request.session_id], view, now_s)
-        if isinstance(decision, Queue):
-            tried.none_for_tokens, tried.why = min(tokens, tried.none_for_tokens), decision
-        return decision
+            return self._missed(session, tried.why, now_s) or tried.why
+        decision = self._decide(session, view, now_s)
+        if not isinstance(decision, Queue):
+            return decision
+        tried.none_for_tokens, tried.why = min(tokens, tried.none_for_tokens), decision
+        return self._missed(session, decision, now_s) or decision
+
+    def _missed(self, session: _Session, why: Queue, now_s: float) -> Reject | None:
+        """Refusal of one who has waited in vain for longer than its class allows for the first token.
+
+        What was admitted once is not refused so when it is placed again.
+        """
+        if session.request.attempt > 1:
+            return None
+        priority = self._classes.resolve(session.request.priority)
+        waited_s, limit_s = now_s - session.since_s, self._ttft_limit_s(priority)
+        trusted = self._config.admission and session.knowledge.trusted and not why.unavailable
+        if not trusted or waited_s <= limit_s:
+            return None
+        reason = f"waited {waited_s:.1f} s, over the {priority.ttft_s:g} s TTFT of class {priority.name}: {why.reason}"
+        return Reject(reason, self.room.retry_after_s(now_s), code="predicted_ttft")
+
+    def _ttft_limit_s(self, priority: PriorityClass) -> float:
+        return UNBOUNDED if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s
 
     def _expire(self, now_s: float) -> None:
         retry_after_s = self.room.retry_after_s(now_s)

@@ -59,6 +59,7 @@ class Line:
         self._clients: dict[str, _Client] = {}
         self._first: list[_Entry] = []
         self._arrivals: dict[int, Waiter] = {}
+        self._targets: list[float] = []
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -66,6 +67,7 @@ class Line:
     def join(self, waiter: Waiter) -> None:
         """Stand in line."""
         self._arrivals[waiter.number] = waiter
+        insort(self._targets, waiter.target_s)
         name = waiter.request.client
         client = self._clients.setdefault(name, _Client(self._clock))
         self._unlist(name, client)
@@ -75,6 +77,7 @@ class Line:
     def leave(self, waiter: Waiter, served: bool = False) -> None:
         """Step out of line; if `served`, the client's later requests give way for as much as this one took."""
         del self._arrivals[waiter.number]
+        del self._targets[bisect_left(self._targets, waiter.target_s)]
         name = waiter.request.client
         client = self._clients[name]
         self._unlist(name, client)
@@ -102,6 +105,10 @@ class Line:
         own = len(known.waiters) if known else 0
         others = len(self._clients) - (known is not None)
         return min(len(self), own + (own + 1) * others)
+
+    def due_within(self, from_s: float, until_s: float) -> int:
+        """How many have a target between these times."""
+        return bisect_left(self._targets, until_s) - bisect_left(self._targets, from_s)
 
     def newest(self) -> Iterator[Waiter]:
         """The last to come first."""

@@ -170,6 +170,27 @@ def test_classes_of_one_rank_share_by_weight() -> None:
     assert names.count("a") == 30
 
 
+QUICK, PATIENT, IDLER = PriorityClass("quick", ttft_s=2.0), PriorityClass("patient", ttft_s=9.0), PriorityClass("idler")
+EQUALS = PriorityClasses([PATIENT, QUICK, IDLER], default="idler")
+
+
+def test_among_classes_of_one_rank_the_earliest_target_goes_first() -> None:
+    room = room_of(of_class("idler", "i0"), of_class("patient", "p0"), of_class("patient", "p1"), classes=EQUALS)
+    for n, at_s in enumerate((1.0, 6.5, 7.5)):  # due at 3.0, 8.5 and 9.5, p0 and p1 at 9.0
+        room.enter(of_class("quick", f"q{n}"), at_s)
+    room.leave("q0")
+    found = [room.next_ready(FleetView(), everything, 8.0) for _ in range(3)]
+    assert [each.request.session_id for each in found if each] == ["q1", "p0", "p1"]
+    assert [request.session_id for request in served(room)] == ["i0", "q2"], "a turn of the one that is due"
+
+
+def test_one_whose_target_has_passed_gives_way_to_those_who_can_still_be_in_time() -> None:
+    room = room_of(of_class("quick", "late"), classes=EQUALS)
+    room.enter(of_class("patient", "in-time"), 1.0)
+    found = [room.next_ready(FleetView(), everything, 2.0) for _ in range(2)]
+    assert [each.request.session_id for each in found if each] == ["in-time", "late"]
+
+
 def test_a_class_that_was_away_has_saved_up_nothing() -> None:
     room = room_of(*(of_class("chat", f"c{n}") for n in range(60)), classes=CLASSES)
     served(room, 20)
@@ -298,8 +319,18 @@ def test_how_many_are_ahead() -> None:
     for client, count in (("heavy", 9), ("light", 1)):
         for n in range(count):
             room.enter(of_class("batch", f"{client}-{n}", client=client), 0.0)
-    assert room.ahead_of(of_class("chat", "x")) == 5
-    assert room.ahead_of(of_class("batch", "x", client="heavy")) == 5 + 10
-    assert room.ahead_of(of_class("batch", "x", client="light")) == 5 + 1 + 2
-    assert room.ahead_of(of_class("batch", "x", client="new")) == 5 + 2
-    assert room.ahead_of(of_class("idle", "x")) == 15
+    assert room.ahead_of(of_class("chat", "x"), 0.0) == 5
+    assert room.ahead_of(of_class("batch", "x", client="heavy"), 0.0) == 5 + 10
+    assert room.ahead_of(of_class("batch", "x", client="light"), 0.0) == 5 + 1 + 2
+    assert room.ahead_of(of_class("batch", "x", client="new"), 0.0) == 5 + 2
+    assert room.ahead_of(of_class("idle", "x"), 0.0) == 15
+
+
+def test_of_another_class_of_its_rank_only_those_who_are_due_before_it_are_ahead() -> None:
+    room = room_of(of_class("patient", "p0"), of_class("idler", "i0"), classes=EQUALS)
+    room.enter(of_class("patient", "p1"), 3.0)
+    room.enter(of_class("quick", "q0"), 3.0)
+    assert room.ahead_of(of_class("quick", "x"), 3.0) == 1
+    assert room.ahead_of(of_class("quick", "x"), 8.0) == 2, "q0 is late, and p0 is due"
+    assert room.ahead_of(of_class("patient", "x"), 3.0) == 3
+    assert room.ahead_of(of_class("idler", "x"), 3.0) == 4

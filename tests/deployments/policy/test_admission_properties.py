@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -169,6 +170,25 @@ def test_the_requests_of_a_client_and_class_go_by_their_targets(classes: Priorit
     for key in {(request.priority, request.client) for request in requests}:
         came = [request for request in requests if (request.priority, request.client) == key]
         assert [request for request in served if (request.priority, request.client) == key] == came
+
+
+@given(targets=st.lists(st.integers(50, 80), min_size=2, max_size=4), rng=randoms)
+@settings(max_examples=60, deadline=None)
+def test_of_four_places_of_one_rank_three_go_to_the_earliest_targets(targets: list[int], rng: random.Random) -> None:
+    classes = PriorityClasses((PriorityClass(f"c{n}", ttft_s=ttft_s) for n, ttft_s in enumerate(targets)), "c0")
+    room = WaitingRoom(200, timeout_s=100.0, classes=classes)
+    arrivals = Arrivals(rng, classes.names, clients=1)
+    target_s: dict[str, float] = {}
+    by_turn: list[bool] = []
+    for second in range(40):
+        for _ in range(rng.randint(0, 3)):
+            request = arrivals.request()
+            room.enter(request, second)
+            target_s[request.session_id] = second + float(classes.resolve(request.priority).ttft_s or 0)
+        called = room.next_ready(EMPTY, admitted, second)
+        if called is not None:
+            by_turn.append(target_s.pop(called.request.session_id) > min(target_s.values(), default=math.inf))
+    assert all(sum(by_turn[n : n + TURNS_BY_RANK + 1]) <= 1 for n in range(len(by_turn)))
 
 
 @given(classes=mixes, rng=randoms, size=st.integers(0, 8))

@@ -190,6 +190,25 @@ def test_what_would_miss_its_class_is_refused_at_once_and_costs_nothing() -> Non
     assert all(isinstance(without.open(ask(f"a{i}", 1000, **split), 0.0), Admit) for i in range(10))
 
 
+def test_one_who_has_waited_longer_than_its_class_allows_is_refused_then() -> None:
+    p0, d0 = info("p0"), info("d0", total_blocks=20)
+    answers: dict[tuple[bool, int], list[tuple[str, Admit | Reject]]] = {}
+    for admission, seen in ((True, 4 * TRUSTED_STEPS), (True, 0), (False, 4 * TRUSTED_STEPS)):
+        allocator = allocator_of(p0, d0, admission=admission, **objectives())
+        for replica in (p0, d0):
+            report(allocator, replica, 2, steps=steps(seen))
+        admitted(allocator, ask("a"))
+        assert allocator.open(ask("b"), 0.0) is None
+        assert allocator.open(ask("again", attempt=2), 0.0) is None
+        assert allocator.answers(0.5) == []
+        answers[admission, seen] = allocator.answers(0.6)
+    ((session_id, decision),) = answers.pop((True, 4 * TRUSTED_STEPS))
+    assert isinstance(decision, Reject)
+    assert (session_id, decision.code, decision.retry_after_s) == ("b", "predicted_ttft", 1.0)
+    assert decision.reason.startswith("waited 0.6 s, over the 0.5 s TTFT of class chat: KV blocks are short: 20 needed")
+    assert list(answers.values()) == [[], []], "no trust yet, no admission; and none placed again"
+
+
 def test_overcommit_promises_more_than_there_is_and_without_it_nothing_is() -> None:
     for overcommit, expected in ((1.0, 5), (2.0, 10)):
         allocator = allocator_of(info("p0"), info("d0", 100), overcommit=overcommit)

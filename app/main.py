@@ -13,7 +13,7 @@ from app.ingress import Ingress
 from configs.schema import BatonConfig, PoolConfig
 from deployments.engine.build import environment, offline
 from deployments.serve_replica import ServeReplica
-from deployments.session_manager import SessionManager
+from deployments.serve_session_manager import ServeSessionManager
 
 NO_LIMIT = 100_000  # admission limits sessions; Serve must never queue or refuse what it has placed
 PLACED = RequestRouterConfig(request_router_class="deployments.router:PlacedRouter")
@@ -23,7 +23,7 @@ def build(config: BatonConfig) -> Application:
     """The Serve application of a configuration: `serve run configs/cpu.yaml` calls this with its `args`."""
     arguments = config.model_dump(mode="json")
     manager = serve.deployment(
-        SessionManager,
+        ServeSessionManager,
         name="session-manager",
         max_ongoing_requests=NO_LIMIT,
         ray_actor_options={"num_cpus": 0.1},

@@ -126,6 +126,10 @@ class Columns:
         column: Numbers = np.array(table or [0.0]).take(self.kind)
         return column
 
+    def least_of_kinds(self, number: Callable[[Coefficients, Kind], float]) -> float:
+        """The least of such numbers."""
+        return min(map(number, self._steps, self.kinds), default=0.0)
+
     def _shape(self, row: int, info: ReplicaInfo) -> None:
         self._uncount(row)
         self.infos[row] = info

@@ -38,6 +38,20 @@ class Joint:
                 best = choice if best is None or choice.cost_s < best.cost_s else best
         return best
 
+    def at_least(self, here: Field, role: Role, owners: Flags) -> float:
+        """As if nothing stood before any of them, and the least loaded decoded fastest."""
+        weights, sessions, decode_s = here.settings.weights, here.columns(role)["sessions"], _decode_s(here, role)
+        prefill_s, hits = here.outlook(role).least_prefill_s()
+        cost_s = (
+            float(decode_s[owners].min()) + (weights.ttft + weights.others * float(sessions[owners].min())) * prefill_s
+        )
+        for row, less_s in hits.items():
+            if owners[row]:
+                cost_s = min(
+                    cost_s, float(decode_s[row]) + (weights.ttft + weights.others * float(sessions[row])) * less_s
+                )
+        return cost_s - (weights.pin_s if here.knowledge.pinned else 0.0)
+
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
         """Prefill beside the running requests makes every one of them wait for it."""
         weights, columns = here.settings.weights, here.columns(role)

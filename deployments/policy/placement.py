@@ -127,6 +127,9 @@ class Policy(Protocol):
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
         """One replica for prefill and decode. `owners` has at least one."""
 
+    def at_least(self, here: Field, role: Role, owners: Flags) -> float:
+        """What `alone` costs at least, found out quickly. Asked only of a policy that weighs splitting."""
+
 
 NOTHING = Knowledge()
 
@@ -150,6 +153,8 @@ def place(
     # Without any idea of times, one replica would always seem to cost less than two.
     weighs = policy.weighs_splitting and bool(here.columns(Role.DECODE).coefficients) and not settings.split_always
     for mode in _modes(request, here, settings):
+        if best is not None and not _may_cost_less(here, policy, mode, best[0].cost_s):
+            continue
         choice = _CHOOSERS[mode](here, policy)
         if not isinstance(choice, Choice):
             missed.append(choice)
@@ -163,6 +168,13 @@ def place(
         return next((miss for miss in missed if isinstance(miss, Queue)), missed[0])
     choice, mode, reason = best
     return Admit(_placement(here, mode, reason, choice))
+
+
+def _may_cost_less(here: Field, policy: Policy, mode: Mode, cost_s: float) -> bool:
+    """Whether one replica might serve the request for clearly less."""
+    role = Role.PREFILL if mode is Mode.PREFILL_LOCAL else Role.DECODE
+    owners = here.owners(role)
+    return bool(owners.any()) and policy.at_least(here, role, owners) < cost_s - near_s(cost_s, here.settings.weights)
 
 
 def near_s(cost_s: float, weights: WeightsConfig) -> float:

@@ -39,6 +39,9 @@ class OneByOne:
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
         return Choice(self._pick(here, role, owners))
 
+    def at_least(self, here: Field, role: Role, owners: Flags) -> float:
+        return 0.0
+
 
 class RoundRobin:
     """Each in its turn, whatever it has to do."""

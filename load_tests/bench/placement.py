@@ -5,8 +5,10 @@ Progress goes to stderr; the last line of stdout is one JSON object.
 
 **What runs.** `Allocator.open` of the policy `joint`, as the session manager calls it: prediction of the answer's
 length, the lookup of the prompt's blocks in the prefix index, choice of the pair, objectives of the class, the
-ledger's entry and the index's optimistic one. Nothing is mocked, nothing else runs in the process, and garbage
-collection is on. A third of the replicas prefill, the others decode, in two unlike pools.
+ledger's entry and the index's optimistic one. Nothing is mocked, and nothing else runs in the process. Automatic
+garbage collection is off, as in the session manager's process (`deployments/collector.py`); `collect_ms` is what a
+collection of everything takes, which happens there every ten minutes.
+A third of the replicas prefill, the others decode, in two unlike pools.
 
 Before the clock starts, the index holds `--blocks` blocks over all replicas, in prefixes of which half are on two
 replicas, and `--sessions` sessions are in flight. Prompts are `PROMPT_BLOCKS` blocks long; of half of them some
@@ -20,6 +22,7 @@ closed and a replica reports, a step with it, so that rows are made anew as in p
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -31,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
+from deployments.collector import Collector
 from deployments.messages import (
     Admit,
     CacheChange,
@@ -151,32 +155,38 @@ def _info(number: int) -> ReplicaInfo:
     return ReplicaInfo(name, pool, role, "node", "engine", BLOCK, blocks, 16_384, 131_072, (), 2048, 131_072, PRIOR)
 
 
-def measure(cluster: Cluster, decisions: int) -> dict[str, float]:
+def measure(cluster: Cluster, decisions: int, collector: Collector) -> dict[str, float]:
     """Microseconds of so many decisions."""
     took: list[float] = []
     events: list[float] = []
     for _ in range(decisions):
         took.append(cluster.decide())
         events.append(cluster.turn())
+        collector.tick(cluster.now_s)
+    begun = time.perf_counter()
+    gc.collect()
+    collect_s = time.perf_counter() - begun
     p50, p99 = np.percentile(np.array(took) * 1e6, (50, 99))
     return {
         "decisions_per_s": round(decisions / sum(took), 1),
         "p50_us": round(float(p50), 1),
         "p99_us": round(float(p99), 1),
         "events_us": round(float(np.median(events)) * 1e6, 1),
+        "collect_ms": round(collect_s * 1e3, 1),
     }
 
 
 def run(replicas: Sequence[int], blocks: int, sessions: int, decisions: int, seed: int) -> dict[str, Any]:
     """Every size in turn. The index's memory is that of the largest."""
     by_replicas: dict[str, dict[str, float]] = {}
+    collector = Collector()
     index_bytes = 0.0
     for count in replicas:
         print(f"{count} replicas: filling", file=sys.stderr)
         cluster = Cluster(count, blocks, sessions, seed)
         index_bytes = cluster.index_bytes
-        measure(cluster, max(50, decisions // 10))  # what the first ones pay for is not a decision's cost
-        by_replicas[str(count)] = measure(cluster, decisions)
+        measure(cluster, max(50, decisions // 10), collector)  # what the first ones pay for is not a decision's cost
+        by_replicas[str(count)] = measure(cluster, decisions, collector)
         print(f"{count} replicas: {by_replicas[str(count)]}", file=sys.stderr)
     return {"by_replicas": by_replicas, "index_bytes_per_block": round(index_bytes, 1)}
 

@@ -1,0 +1,46 @@
+"""When cyclic garbage is collected."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from deployments.collector import Collector
+
+
+@pytest.fixture(autouse=True)
+def automatic() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_garbage_goes_when_it_is_time_and_not_before() -> None:
+    gc.collect()
+    collector = Collector(every_s=5.0)
+    assert not gc.isenabled()
+    assert not collector.tick(100.0)
+    gone = weakref.ref(Loop())
+    assert not collector.tick(104.9)
+    assert gone() is not None
+    assert collector.tick(105.0)
+    assert gone() is None
+    assert not collector.tick(109.9)
+    assert collector.tick(110.0)
+
+
+def test_garbage_goes_when_there_is_much_of_it() -> None:
+    gc.collect()
+    collector = Collector(every_s=1e9, most_new=1000)
+    assert not collector.tick(0.0)
+    gone = [weakref.ref(Loop()) for _ in range(600)]  # an object and its dict each
+    assert collector.tick(0.0)
+    assert not any(each() for each in gone)
+    assert not collector.tick(0.0)

@@ -221,6 +221,7 @@ class PlacementConfig(Section):
     max_attempts: int = Field(4, ge=1, description="Placements of one session: one more each time a replica is lost.")
     snapshot_interval_s: float = Field(0.1, gt=0)
     snapshot_stale_s: float = Field(5.0, gt=0, description="A replica silent for so long is not placed on.")
+    hang_timeout_s: float = Field(60.0, gt=0, description="An engine that does not move for so long is given up.")
 
 
 class IngressConfig(Section):

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Coroutine, Mapping
+import time
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -67,6 +69,10 @@ logger = logging.getLogger("baton.core")
 
 OUTPUT_GRACE_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
+QUIET_S, WATCH_S, SILENT_TIMES = 3.0, 1.0, 3
+"""A session that has had no output for QUIET_S has the manager asked about its replicas, every WATCH_S; a replica that
+it calls silent so many times in a row is lost. A living one reports every second, also to a manager that has restarted.
+"""
 PAUSE_S = 0.1
 """Before the third placement of a session; twice as long before each one after it. The second follows at once."""
 
@@ -89,6 +95,8 @@ class Manager(Protocol):
     async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None: ...
 
     async def lost(self, replica_id: str, gone: bool = False) -> None: ...
+
+    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]: ...
 
 
 class Pool(Protocol):
@@ -120,6 +128,7 @@ class _Attempt:
     notices: list[asyncio.Task[None]] = field(default_factory=list)
     prefill_stats: PrefillStats | None = None
     given_back: bool = False
+    heard_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False, slots=True)
@@ -167,6 +176,7 @@ class ClusterCore(EngineCoreClient):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._context = contextvars.copy_context()
         self._own(self._receive(), "outputs")
+        self._own(self._watch(), "watch")
 
     # ---- the seam
 
@@ -368,6 +378,35 @@ class ClusterCore(EngineCoreClient):
         except TimeoutError:
             self._apply(attempt, attempt.session.lost(ReplicaLost("the last outputs did not arrive")))
 
+    async def _watch(self) -> None:
+        """A replica that neither we nor the manager hear of any more may be stopped or cut off without being dead."""
+        counts = Counter[str]()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            waiting = self._waiting_for()
+            silent: tuple[str, ...] = ()
+            if waiting:
+                try:
+                    silent = await asyncio.wait_for(self._manager.silent(tuple(waiting)), CLOSE_TIMEOUT_S)
+                except (Unavailable, TimeoutError) as error:
+                    logger.warning("the session manager cannot be asked: %r", error)
+            counts = Counter({replica_id: counts[replica_id] + 1 for replica_id in silent})
+            for replica_id, times in counts.items():
+                for attempt, role in waiting[replica_id] if times >= SILENT_TIMES else ():
+                    attempt.notices.append(self._own(self._tell(self._manager.lost(replica_id)), "lost"))
+                    self._apply(attempt, attempt.session.call_ended(role, clean=False, detail="it does not report"))
+
+    def _waiting_for(self) -> dict[str, list[tuple[_Attempt, Role]]]:
+        """The replicas of sessions that have had no output for long."""
+        found, quiet_since_s = defaultdict[str, list[tuple[_Attempt, Role]]](list), time.monotonic() - QUIET_S
+        for attempt in self._attempts.values():
+            if attempt.placement is None or attempt.heard_s > quiet_since_s or attempt.over.is_set():
+                continue
+            for role, replica in ((Role.DECODE, attempt.placement.decode), (Role.PREFILL, attempt.placement.prefill)):
+                if replica is not None:
+                    found[replica.replica_id].append((attempt, role))
+        return found
+
     async def _close(self, entry: _Open) -> None:
         """End what is still open of the session, then give back what was reserved for it."""
         for attempt in entry.attempts:
@@ -417,6 +456,7 @@ class ClusterCore(EngineCoreClient):
             role = Role.PREFILL
         else:
             return
+        attempt.heard_s = time.monotonic()
         finish = None if output.finish_reason is None else _FINISH[output.finish_reason]
         if attempt.entry.sent and attempt.number > 1:
             output.prefill_stats = None  # its prompt is no more the client's

@@ -349,6 +349,11 @@ class Fleet:
                     columns.ready[row] = False  # its own array: `at` makes one
         return LiveView(by_role, self._shapes_known(), self._silent(), now_s)
 
+    def silent(self, replica_ids: Iterable[str], now_s: float) -> tuple[str, ...]:
+        """Those of these replicas that are stale or unknown."""
+        arrivals = ((replica_id, self._arrivals.get(replica_id)) for replica_id in replica_ids)
+        return tuple(each for each, arrival in arrivals if arrival is None or not self._is_fresh(arrival, now_s))
+
     def phases(self, now_s: float) -> dict[str, dict[str, ReplicaPhase]]:
         """Every expected or seen pool, with its replicas' phases by replica id."""
         pools: dict[str, dict[str, ReplicaPhase]] = {pool: {} for pool in self._pools}

@@ -87,6 +87,7 @@ class Replica:
         self._finished_version = 0
         self._counters: dict[str, float] = {}
         self._counted = False
+        self._moved_s = time.monotonic()
         self._version = time.time_ns()  # grows over restarts too
         self._changed = asyncio.Event()
         self._peers = Peers(0, ())
@@ -116,6 +117,7 @@ class Replica:
         )
         self._own(self._pump(), "pump")
         self._own(self._meet_loop(), "meet")
+        self._own(self._watch_loop(), "watch")
         self._phase = Phase.READY
         self._changed.set()
 
@@ -143,6 +145,8 @@ class Replica:
         Raises EngineError when the engine dies. Outputs go to `task.reply_to`, step by step.
         """
         self._refuse_if_unwell()
+        if not self._live:
+            self._moved_s = time.monotonic()
         live = _Live(task, asyncio.get_running_loop().create_future())
         self._live[task.request_id] = live
         self._changed.set()
@@ -176,6 +180,7 @@ class Replica:
             self._take(await self._engine.step())
 
     def _take(self, step: Step) -> None:
+        self._moved_s = time.monotonic()
         self._load = step.load
         self._steps.extend(step.steps)
         by_ingress: dict[str, list[Output]] = {}
@@ -233,6 +238,23 @@ class Replica:
             except TimeoutError:  # it is in a long step
                 self._has_news_of_peers.set()
                 await asyncio.sleep(HEARTBEAT_S)
+
+    async def _watch_loop(self) -> None:
+        """Ask an engine that has sessions and makes no step whether it is there. It answers between two steps.
+
+        Raises EngineError when it has neither answered nor moved for `hang_timeout_s`.
+        """
+        limit_s = self._config.hang_timeout_s
+        while True:
+            await asyncio.sleep(min(HEARTBEAT_S, limit_s / 4))
+            if not self._live or time.monotonic() - self._moved_s < limit_s / 2:
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s / 4):
+                    await self._engine.counters()
+                self._moved_s = time.monotonic()
+            if time.monotonic() - self._moved_s > limit_s:
+                raise EngineError(f"the engine has not moved for {limit_s:g} s")
 
     async def _refresh_counters(self) -> None:
         """Asking costs the engine a moment, so only once after it has fallen idle.

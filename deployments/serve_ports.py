@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import ray.exceptions
@@ -67,6 +68,10 @@ class ServeManager:
 
     async def lost(self, replica_id: str, gone: bool = False) -> None:
         await self._call("lost", replica_id, gone)
+
+    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
+        silent: tuple[str, ...] = await self._call("silent", replica_ids)
+        return silent
 
     async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
         answer: ReportAnswer = await self._call("report", snapshot)

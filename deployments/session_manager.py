@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -94,6 +94,10 @@ class SessionManager:
         """
         self._allocator.lost(replica_id, self._clock(), gone)
         self._tell()
+
+    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
+        """Those of these replicas that have not reported for `snapshot_stale_s`, or are not known at all."""
+        return self._allocator.fleet.silent(replica_ids, self._clock())
 
     async def ready(self) -> dict[str, Any]:
         """Whether every pool of the configuration has a replica to place on, and every replica's phase.

@@ -89,11 +89,14 @@ class GatedPlane(InProcessPlane):
 
 
 class GatedEngine(MockEngine):
-    """A mock engine that computes nothing while `go` is clear; `stopped` says that it has come to wait there."""
+    """A mock engine that computes nothing while `go` is clear; `stopped` says that it has come to wait there.
+
+    One that `is_deaf` answers no question, as an engine in an endless step would not.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.go, self.stopped = asyncio.Event(), asyncio.Event()
+        self.go, self.stopped, self.is_deaf = asyncio.Event(), asyncio.Event(), False
         self.go.set()
 
     async def _compute(self, work: Any) -> None:
@@ -102,6 +105,11 @@ class GatedEngine(MockEngine):
             await self.go.wait()
             self.stopped.clear()
         await super()._compute(work)
+
+    async def counters(self) -> dict[str, float]:
+        if self.is_deaf:
+            await asyncio.sleep(3600)
+        return await super().counters()
 
     @property
     def used_blocks(self) -> int:

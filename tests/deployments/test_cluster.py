@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 from collections import Counter
@@ -21,6 +22,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from deployments import cluster_core, engine_request, request_context
+from deployments.engine.protocol import EngineError
 from deployments.errors import (
     HandoffFailed,
     NeverFits,
@@ -30,7 +32,7 @@ from deployments.errors import (
     SessionTimeout,
     Unavailable,
 )
-from deployments.messages import Admit, Mode, Reject, SessionRequest
+from deployments.messages import Admit, Mode, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
 from tests.deployments.in_process import (
     LARGE,
     MAX_MODEL_LEN,
@@ -547,6 +549,66 @@ async def test_aborting_between_two_placements(cluster: InProcess, monkeypatch: 
     gate.set()
     await cluster.settle(dead=[owner])
     assert answer.reason is None
+
+
+async def test_an_engine_that_hangs_is_given_up_and_its_sessions_move(launch: Launch) -> None:
+    cluster = await launch(config(hang_timeout_s=0.4))
+    asked = prompt(20)
+    answer = await (await cluster.ask(asked, max_tokens=100)).has(3)
+    owner = (await cluster.placed(answer))["decode"]
+    engine = cluster.engines[owner]
+    engine.is_deaf = True
+    engine.go.clear()
+    await answer.over()
+    assert answer.context.error is None
+    with pytest.raises(EngineError, match=r"has not moved for 0\.4 s"):
+        cluster.replicas[owner].check_health()
+    engine.is_deaf = False
+    engine.go.set()
+    assert answer.tokens == await cluster.local(asked, max_tokens=100)
+    await cluster.settle(dead=[owner])
+
+
+async def test_an_engine_that_only_waits_is_not_given_up(launch: Launch) -> None:
+    """Its KV is late: it makes no step, but it answers."""
+    cluster = await launch(config(hang_timeout_s=0.2))
+    cluster.planes[PREFILL].shut = True
+    asked = prompt(100)
+    answer = await (await cluster.ask(asked, max_tokens=5)).has(1)
+    await asyncio.sleep(0.6)
+    cluster.planes[PREFILL].shut = False
+    await answer.over()
+    assert answer.tokens == await cluster.local(asked, max_tokens=5)
+    assert answer.context.modes == {Mode.DISAGGREGATED}
+    await cluster.settle()
+
+
+async def test_a_replica_that_is_heard_of_no_more_loses_its_sessions(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is stopped, say: it does not die, it does not report, and its calls never end."""
+    monkeypatch.setattr(cluster_core, "QUIET_S", 0.05)
+    monkeypatch.setattr(cluster_core, "WATCH_S", 0.05)
+    monkeypatch.setattr(cluster_core, "SILENT_TIMES", 30)
+    cluster = await launch(config(snapshot_stale_s=1.5))
+    asked = prompt(20)
+    answer = await (await cluster.ask(asked, max_tokens=100)).has(3)
+    owner = (await cluster.placed(answer))["decode"]
+    unheard = functools.partial(_unheard, owner, cluster.manager.report)
+    monkeypatch.setattr(cluster.manager, "report", unheard)
+    cluster.engines[owner].go.clear()
+    await answer.over()
+    assert answer.context.error is None
+    cluster.engines[owner].go.set()
+    assert answer.tokens == await cluster.local(asked, max_tokens=100)
+    await cluster.settle(dead=[owner])
+
+
+async def _unheard(replica_id: str, report: Any, snapshot: ReplicaSnapshot) -> ReportAnswer:
+    if snapshot.replica_id == replica_id:
+        return ReportAnswer()
+    answer: ReportAnswer = await report(snapshot)
+    return answer
 
 
 async def test_what_an_older_placement_still_says_is_not_heard(cluster: InProcess) -> None:

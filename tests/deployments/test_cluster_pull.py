@@ -98,6 +98,9 @@ class Manager:
         self.told.append(outcome)
         self.closed.set()
 
+    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
+        return ()
+
     async def lost(self, replica_id: str, gone: bool = False) -> None:
         self.told.append(f"lost {replica_id}")
 

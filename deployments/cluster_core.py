@@ -10,6 +10,7 @@ One of the five files that import vllm.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import time
@@ -49,6 +50,7 @@ from deployments.messages import (
     SessionRequest,
     SessionTask,
 )
+from deployments.policy.retry_budget import RETRY_BUDGET
 from deployments.policy.split import continuation_rule
 from deployments.request_context import RequestContext
 from deployments.session import (
@@ -73,6 +75,8 @@ QUIET_S, WATCH_S, SILENT_TIMES = 3.0, 1.0, 3
 """A session that has had no output for QUIET_S has the manager asked about its replicas, every WATCH_S; a replica that
 it calls silent so many times in a row is lost. A living one reports every second, also to a manager that has restarted.
 """
+BUDGET_WAIT_S = 30.0
+"""So long a lost session waits for the cluster's retry budget, asking again as often as it is told to."""
 PAUSE_S = 0.1
 """Before the third placement of a session; twice as long before each one after it. The second follows at once."""
 
@@ -277,23 +281,31 @@ class ClusterCore(EngineCoreClient):
         request = session_request(
             attempt.request, entry.context, self._handoff, self._block_size, entry.request.request_id, attempt.number
         )
-        opening = asyncio.ensure_future(self._manager.open(request))
-        over = asyncio.ensure_future(attempt.over.wait())
-        try:
-            await asyncio.wait({opening, over}, return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():
-                return None
-            decision = opening.result()
-        finally:
-            for waiting in (opening, over):
-                waiting.cancel()
-        if isinstance(decision, Reject):
-            raise _refusal(decision)
+        give_up_s = time.monotonic() + BUDGET_WAIT_S
+        while isinstance(decision := await self._open_or_over(attempt, request), Reject):
+            if decision.code != RETRY_BUDGET or time.monotonic() > give_up_s:
+                raise _refusal(decision)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(decision.retry_after_s):
+                    await attempt.over.wait()
+        if decision is None:
+            return None
         attempt.placement = decision.placement
         if entry.context is not None:
             entry.context.modes.add(decision.placement.mode)
             entry.context.rules.update({request.rule} - {""})
         return decision.placement if attempt.session.state is State.OPENING else None
+
+    async def _open_or_over(self, attempt: _Attempt, request: SessionRequest) -> Admit | Reject | None:
+        """The manager's answer; None when the session was over before it came."""
+        opening = asyncio.ensure_future(self._manager.open(request))
+        over = asyncio.ensure_future(attempt.over.wait())
+        try:
+            await asyncio.wait({opening, over}, return_when=asyncio.FIRST_COMPLETED)
+            return opening.result() if opening.done() else None
+        finally:
+            for waiting in (opening, over):
+                waiting.cancel()
 
     def _begin(self, attempt: _Attempt, placement: Placement) -> None:
         """Where decode pulls, prefill alone: its output starts decode.

@@ -38,7 +38,7 @@ from deployments.policy.outlook import Knowledge, Limits
 from deployments.policy.placement import PlacementSettings, claimed, place
 from deployments.policy.policies import POLICIES
 from deployments.policy.prefix_index import PrefixIndex
-from deployments.policy.retry_budget import RetryBudget
+from deployments.policy.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
 
 CLOSED = "the session was closed before it could be opened"
 
@@ -50,9 +50,6 @@ SWEEP_S = 1.0
 
 ENDED_WELL = ("stop", "length")
 """The outcomes of sessions that were answered to the end."""
-
-RETRY_AFTER_S = 5.0
-"""For clients whose sessions may not be placed again."""
 
 TRUSTED_STEPS = 64
 """A pool's times are acted upon once so many of its steps were seen."""
@@ -149,9 +146,7 @@ class Allocator:
         if request.attempt == 1:
             self._retries.opened(now_s)
         elif not self._retries.take(now_s, len(self._sessions)):
-            return Reject(
-                "too many sessions are being placed again", RETRY_AFTER_S, unavailable=True, code="retry_budget"
-            )
+            return Reject("too many sessions are placed again", RETRY_AFTER_S, unavailable=True, code=RETRY_BUDGET)
         session = _Session(request, self._knowledge(request), now_s)
         if not self.room:
             decision = self._decide(session, self._live(now_s), now_s)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+RETRY_BUDGET = "retry_budget"
+"""The code of a refusal for want of budget: to be asked again in a moment."""
+RETRY_AFTER_S = 0.5
 WINDOW_S = 10.0
 LEAST = 16
 

@@ -8,7 +8,7 @@ from typing import Any
 from deployments.engine.build import build_engine
 from deployments.messages import Mode, Role
 from deployments.replica import Identity, Replica
-from tests.deployments.in_process import PREFILL, REPLICAS, SMALL, InProcess, until
+from load_tests.control_plane import PREFILL, REPLICAS, SMALL, InProcess, until
 
 
 class RealEngines(InProcess):

@@ -33,7 +33,7 @@ from deployments.errors import (
     Unavailable,
 )
 from deployments.messages import Admit, Mode, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
-from tests.deployments.in_process import (
+from load_tests.control_plane import (
     LARGE,
     MAX_MODEL_LEN,
     PREFILL,

@@ -33,7 +33,8 @@ def questions() -> dict[str, tuple[list[int], int]]:
     """Every prompt whose answer the tests compare with the plain engine's."""
     lengths = {f"length-{n}": (prompt(n, n), ANSWER_TOKENS) for n in LENGTHS}
     crowd = {f"crowd-{i}": (prompt(10_000 + i, 20 + 13 * i), ANSWER_TOKENS) for i in range(CROWD)}
-    return lengths | crowd | {"long-answer": (prompt(20_000, 300), LONG_ANSWER_TOKENS)}
+    recovery = {f"recovery-{n}": (prompt(30_000 + n, n), ANSWER_TOKENS) for n in (200, 700, 1500)}
+    return lengths | crowd | recovery | {"recovery-long": (prompt(30_000, 300), LONG_ANSWER_TOKENS)}
 
 
 @pytest.fixture(scope="session")

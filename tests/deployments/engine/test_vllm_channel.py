@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configs.schema import BatonConfig, ModelConfig, PlacementConfig, PoolConfig, VllmEngineConfig
 from deployments.engine.build import environment
 from deployments.messages import Mode
-from tests.deployments.in_process import PREFILL, SMALL
+from load_tests.control_plane import PREFILL, SMALL
 from tests.deployments.real_engines import RealEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

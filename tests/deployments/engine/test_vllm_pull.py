@@ -25,7 +25,7 @@ from configs.schema import (
 from deployments.engine.build import environment
 from deployments.engine.protocol import Step
 from deployments.messages import Mode, SessionReport, SessionTask, StepSample
-from tests.deployments.in_process import PREFILL, SMALL, until
+from load_tests.control_plane import PREFILL, SMALL, until
 from tests.deployments.real_engines import RealEngines
 from transfer.blocks import chained_hashes
 

@@ -1,5 +1,7 @@
 """A whole control plane in one process, without Ray: every part is the real one but the engines, which are mocks.
 
+For the tests of the control plane, and for the benchmark `chaos`.
+
 Direct ports stand in for Serve handles. What crosses one is pickled, and a cancelled call is cancelled on the replica
 without waiting for it, as Serve does.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -36,8 +39,8 @@ REPLICAS = {PREFILL: "prefill", SMALL: "decode-small", LARGE: "decode-large"}
 MAX_MODEL_LEN = 512
 
 
-def config(engine: dict[str, Any] | None = None, **placement: Any) -> BatonConfig:
-    """One prefill and two unlike decode pools of quick mock engines."""
+def config(engine: dict[str, Any] | None = None, scale: int = 1, **placement: Any) -> BatonConfig:
+    """One prefill and two unlike decode pools of quick mock engines, with `scale` times the blocks."""
     base = MockEngineConfig(
         block_size=4,
         max_num_seqs=32,
@@ -46,7 +49,8 @@ def config(engine: dict[str, Any] | None = None, **placement: Any) -> BatonConfi
         step_s=0.001,
         prefill_tokens_per_s=1e6,
     ).model_copy(update=engine or {})
-    pools = {pool: PoolConfig(engine=base.model_copy(update={"num_blocks": blocks})) for pool, blocks in BLOCKS.items()}
+    engines = {pool: base.model_copy(update={"num_blocks": scale * blocks}) for pool, blocks in BLOCKS.items()}
+    pools = {pool: PoolConfig(engine=engine) for pool, engine in engines.items()}
     times = {"split": "always", "queue_timeout_s": WAIT_S, "session_timeout_s": 2 * WAIT_S, "snapshot_interval_s": 0.01}
     return BatonConfig(
         model=ModelConfig(max_model_len=MAX_MODEL_LEN),
@@ -60,7 +64,7 @@ def config(engine: dict[str, Any] | None = None, **placement: Any) -> BatonConfi
 async def until(look: Callable[[], Awaitable[Any]]) -> Any:
     """Ask again until the answer is true, for a bounded time."""
     async with asyncio.timeout(WAIT_S):
-        while not (seen := await look()):
+        while not (seen := await look()):  # noqa: ASYNC110 - many things are looked at, few of them tell
             await asyncio.sleep(0.002)
     return seen
 
@@ -147,7 +151,7 @@ class Pool:
 
 @dataclass
 class Answer:
-    """What the frontend gets for one request. `surplus`: outputs after the last."""
+    """What the frontend gets for one request, and when. `surplus`: outputs after the last."""
 
     request_id: str
     context: RequestContext
@@ -155,6 +159,7 @@ class Answer:
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     surplus: list[EngineCoreOutput] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    times_s: list[float] = field(default_factory=list)
 
     @property
     def reason(self) -> FinishReason | None:
@@ -169,6 +174,7 @@ class Answer:
             self.surplus.append(output)
             return
         self.outputs.append(output)
+        self.times_s.append(time.monotonic())
         self.tokens += output.new_token_ids
         self.news.set()
 
@@ -177,13 +183,13 @@ class Answer:
         await self._until(lambda: len(self.tokens) >= tokens)
         return self
 
-    async def over(self) -> Answer:
+    async def over(self, wait_s: float = WAIT_S) -> Answer:
         """Wait for the end."""
-        await self._until(lambda: self.reason is not None)
+        await self._until(lambda: self.reason is not None, wait_s)
         return self
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
+    async def _until(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+        async with asyncio.timeout(wait_s):
             while not condition():
                 self.news.clear()
                 await self.news.wait()

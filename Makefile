@@ -16,6 +16,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(EXTRA)
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
+PYTEST_FAST   := $(BIN)/python -m pytest -m "not engine and not serve and not slow" -n auto --maxprocesses 4
+# Two lines side by side (tests/conftest.py): engines, one group of them at a time, and what has none.
+PYTEST_REST   := $(BIN)/python -m pytest -m "engine or serve or slow" -n 2 --dist loadscope
 PROJECT_PINS  := pyproject.toml constraints.txt overrides.txt
 
 .PHONY: env serve test test-fast check format bench gpu-check clean help
@@ -55,11 +58,13 @@ serve: env ## start everything; Ctrl-C stops it (CONFIG, PORT, RAY_ADDRESS, RAY_
 	@exec $(BIN)/python -m app.launch --config $(CONFIG) --port $(PORT) --ray-port $(RAY_PORT) \
 	  --dashboard-port $(DASHBOARD_PORT) $(if $(RAY_ADDRESS),--ray-address $(RAY_ADDRESS)) $(ARGS)
 
+# ARGS may choose tests that are all in one of the two parts: pytest's 5 says that it found none.
 test: env ## every test, real engines included
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST_FAST) $(ARGS) $(if $(ARGS),|| [ $$? -eq 5 ])
+	$(PYTEST_REST) $(ARGS) $(if $(ARGS),|| [ $$? -eq 5 ])
 
-test-fast: env ## the tests that start neither vLLM engines nor Ray Serve
-	$(BIN)/python -m pytest -m "not engine and not serve" $(ARGS)
+test-fast: env ## the tests that take no seconds each and start neither vLLM engines nor Ray Serve, several at a time
+	$(PYTEST_FAST) $(ARGS)
 
 check: env ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
@@ -71,7 +76,7 @@ format: env ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: env ## run one benchmark: make bench NAME=transfer|placement|policies|simulator|chaos
+bench: env ## run one benchmark: make bench NAME=serving|overhead|transfer|placement|policies|simulator|chaos|soak
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=<module of load_tests/bench>" >&2; exit 2; }
 	$(BIN)/python -m load_tests.bench.$(NAME) $(ARGS)
 

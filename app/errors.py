@@ -8,6 +8,7 @@ from typing import Any
 
 from deployments.errors import (
     HandoffFailed,
+    Moved,
     NeverFits,
     Overloaded,
     ReplicaGone,
@@ -57,6 +58,7 @@ TABLE: dict[type[Exception], Row] = {
     Unavailable: Row(503, "service_unavailable_error", "no_replica_available", retry_after_s=5.0),
     ReplicaLost: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     ReplicaGone: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
+    Moved: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     HandoffFailed: Row(503, "service_unavailable_error", "handoff_failed", retry_after_s=1.0),
     SessionTimeout: Row(504, "timeout_error", "session_timeout"),
     SessionError: Row(500, "server_error", "session_failed"),

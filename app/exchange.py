@@ -20,6 +20,7 @@ Headers = list[tuple[bytes, bytes]]
 
 CLOSE_TIMEOUT_S = 1.0
 _STREAMED_ERROR = b'data: {"error"'
+_FINGERPRINT = b'"system_fingerprint":"'
 # What vLLM's /v1/responses streams before its engine has said anything.
 _PRELUDE = (b"event: response.created", b"event: response.in_progress")
 
@@ -82,7 +83,7 @@ class Exchange:
             return
         if self._begun:
             self._ended = not message.get("more_body", False)
-            await self._outer_send(message)
+            await self._outer_send(self._marked(message))
         elif message["type"] == "http.response.start":
             self._start = message
         elif message["type"] != "http.response.body":
@@ -109,9 +110,20 @@ class Exchange:
         assert self._start is not None
         self._begun, self._ended = True, not message.get("more_body", False)
         self.status = self._start["status"]
-        headers = [*self._start.get("headers", ()), *self._placement()]
-        await self._outer_send({**self._start, "headers": headers})
-        await self._outer_send(message)
+        marked = self._marked(message)
+        longer = len(marked["body"]) - len(message["body"])
+        own: Headers = list(self._start.get("headers", ()))
+        kept = [(n, b"%d" % (int(v) + longer) if n.lower() == b"content-length" else v) for n, v in own]
+        await self._outer_send({**self._start, "headers": [*kept, *self._placement()]})
+        await self._outer_send(marked)
+
+    def _marked(self, message: Message) -> Message:
+        """A seed's answer that several engines gave has a `system_fingerprint` that says so: OpenAI's sign that it
+        may not be what the same seed gives another time. vLLM's server puts it into the last chunk, or the one body.
+        """
+        if not self._context.seed_moved:
+            return message
+        return {**message, "body": message.get("body", b"").replace(_FINGERPRINT, _FINGERPRINT + b"moved-")}
 
     async def _replace(self, response: Answer) -> None:
         """Answer in the inner application's place, keeping its headers (such as CORS's), and be rid of it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Counter
@@ -11,9 +12,15 @@ from ray.util import get_node_ip_address
 from app.api import Gateway
 from configs.schema import BatonConfig
 from deployments.engine.build import checkpoint
+from deployments.errors import Unavailable
 from deployments.messages import Handoff
 from deployments.request_context import RequestContext
-from deployments.serve_ports import ServeManager, ServePool
+from deployments.serve_leaving import until_leaving
+from deployments.serve_ports import ServeManager, ServePool, ServePools
+from deployments.stand_in import StandIn
+
+if TYPE_CHECKING:
+    from deployments.cluster_core import ClusterCore
 
 
 class FrontendDead(Exception):
@@ -25,8 +32,8 @@ class Ingress:
 
     def __init__(self, config: dict[str, Any], manager: DeploymentHandle, pools: dict[str, DeploymentHandle]) -> None:
         self._config = BatonConfig.model_validate(config)
-        self._manager = ServeManager(manager)
-        self._pools = {name: ServePool(handle) for name, handle in pools.items()}
+        self._manager_handle = manager
+        self._pools = ServePools({name: ServePool(handle) for name, handle in pools.items()})
         self._requests = Counter(
             "baton_requests",
             description="Requests by how they were placed, by the rule that kept them whole, and by HTTP status.",
@@ -41,6 +48,7 @@ class Ingress:
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
         block_size = self._config.prefill.engine.block_size  # the same in every pool
+        self._manager = StandIn(ServeManager(self._manager_handle), self._config)
         core = ClusterCore(
             self._manager,
             self._pools,
@@ -51,8 +59,17 @@ class Ingress:
             placement.max_attempts,
         )
         self._llm, server = await build_server(self._config, checkpoint(self._config), core)
+        self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")
         # Serve's proxy answers with the request id itself.
-        return Gateway(server, self._config.ingress, self._manager, echo_request_id=False, observe=self._count)
+        gateway = Gateway(server, self._config.ingress, self._manager, echo_request_id=False, observe=self._count)
+        gateway.counters["without_manager"] = self._manager.counters
+        return gateway
+
+    async def _end_in_time(self, core: ClusterCore) -> None:
+        """Serve sends no new request to an ingress that it takes out, and waits for its answers, for a while."""
+        await until_leaving()
+        await asyncio.sleep(self._config.ingress.drain_s)
+        core.end_all(Unavailable("this server is being stopped, and the answer takes longer than it may"))
 
     def _count(self, context: RequestContext, status: int) -> None:
         tags = {"mode": ",".join(sorted(context.modes)), "rule": ",".join(sorted(context.rules))}
@@ -67,3 +84,5 @@ class Ingress:
         """Serve calls this once, when the last request is over."""
         if llm := getattr(self, "_llm", None):
             llm.shutdown()
+            self._manager.shutdown()
+            self._ended.cancel()

@@ -29,6 +29,7 @@ from app.launch_config import (
     load_config,
     model_of,
     parse_address,
+    stop_limit_s,
     with_model,
 )
 from app.local_ray import LOOPBACK_ONLY, LocalRay, is_loopback, port_answers, port_is_free
@@ -50,7 +51,7 @@ class Launcher:
         self._dashboard_url = f"http://{self._ports.host}:{self._ports.dashboard}"
         self._api = ServeApi(self._dashboard_url)
         self._ray: LocalRay | None = None
-        self._deployed = False
+        self._deployed: dict[str, Any] | None = None
         self._shown: Progress | None = None
         self._started = time.monotonic()
 
@@ -66,7 +67,7 @@ class Launcher:
             self._start_ray(self._options.num_cpus or cpus_needed(model_of(config)))
         self._refuse_second_serve()
         self._say(f"deploying {self._options.config} (as written to {written})")
-        self._deployed = True
+        self._deployed = config
         self._api.deploy(config)
         self._wait_until_ready(config)
         self._announce(config)
@@ -75,9 +76,10 @@ class Launcher:
     def close(self) -> None:
         """Shut Serve and Ray down as far as they are ours; an interrupt meanwhile kills them."""
         try:
-            if self._deployed:
-                self._say("shutting the application down (Ctrl-C again kills it)")
-                self._shut_serve_down()
+            if self._deployed is not None:
+                limit_s = stop_limit_s(model_of(self._deployed))
+                self._say(f"letting answers end, {limit_s:.0f} s at most (Ctrl-C again kills them)")
+                self._shut_serve_down(self._deployed, limit_s)
             if self._ray is not None:
                 self._say(f"stopping Ray (its logs stay in {tempfile.gettempdir()}/ray/session_latest/logs)")
                 self._ray.stop()
@@ -85,7 +87,7 @@ class Launcher:
             self._say("killing what is left")
             if self._ray is not None:
                 self._ray.kill()
-        if self._deployed or self._ray is not None:
+        if self._deployed is not None or self._ray is not None:
             self._say("stopped")
 
     def _check_ports(self, config: Mapping[str, Any]) -> bool:
@@ -188,7 +190,12 @@ class Launcher:
         if self._ray is not None and (status := self._ray.exit_status()) is not None:
             raise LaunchError(f"Ray ended with status {status}; see {self._ray.log}")
 
-    def _shut_serve_down(self) -> None:
+    def _shut_serve_down(self, config: Mapping[str, Any], limit_s: float) -> None:
+        try:
+            if not self._api.remove(config, limit_s):
+                self._say("not all of it has ended in time")
+        except ServeApiError as error:
+            self._say(str(error))
         try:
             self._api.shutdown(_SHUTDOWN_TIMEOUT_S)
         except ServeApiError as error:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from app.local_ray import RayPorts
 from configs.schema import BatonConfig
+from deployments.drain import STOP_S
 
 
 class LaunchError(Exception):
@@ -46,12 +47,24 @@ def model_of(config: Mapping[str, Any], path: Path | None = None) -> BatonConfig
 
 
 def cpus_needed(baton: BatonConfig) -> int:
-    """Logical CPUs that the largest form of an application takes, for a Ray of our own. At least 8."""
+    """Logical CPUs that the largest form of an application takes in an update, for a Ray of our own. At least 8."""
     pools = baton.pools.values()
     sizes = [(pool.autoscaling or {}).get("max_replicas", pool.replicas or 1) for pool in pools]
-    taken = sum(size * pool.resources.num_cpus for size, pool in zip(sizes, pools, strict=True))
-    ingress = baton.ingress.replicas * baton.ingress.num_cpus
+    taken = sum(
+        with_surge(size, pool.surge_percent) * pool.resources.num_cpus for size, pool in zip(sizes, pools, strict=True)
+    )
+    ingress = (baton.ingress.replicas + 1) * baton.ingress.num_cpus
     return max(8, math.ceil(float(taken) + ingress + 1))
+
+
+def with_surge(replicas: int, surge_percent: int) -> int:
+    """The most replicas that an update runs at once, as Serve rounds."""
+    return replicas + (replicas * surge_percent + 99) // 100
+
+
+def stop_limit_s(baton: BatonConfig) -> float:
+    """The longest that an application takes to end once it is taken away: all of it ends at the same time."""
+    return max(baton.ingress.drain_s, baton.placement.drain_s) + STOP_S + 5.0
 
 
 def with_model(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:

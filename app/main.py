@@ -11,11 +11,14 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from app.ingress import Ingress
 from configs.schema import BatonConfig, PoolConfig
+from deployments.drain import STOP_S
 from deployments.engine.build import environment, offline
 from deployments.serve_replica import ServeReplica
 from deployments.serve_session_manager import ServeSessionManager
 
 NO_LIMIT = 100_000  # admission limits sessions; Serve must never queue or refuse what it has placed
+ONE_MORE = 1
+"""As a percentage of the replicas, rounded up: an update starts a successor before it stops the old one."""
 PLACED = RequestRouterConfig(request_router_class="deployments.router:PlacedRouter")
 
 
@@ -26,7 +29,10 @@ def build(config: BatonConfig) -> Application:
         ServeSessionManager,
         name="session-manager",
         max_ongoing_requests=NO_LIMIT,
+        max_surge_percent=ONE_MORE,
         ray_actor_options={"num_cpus": 0.1},
+        health_check_period_s=1,  # a dead one is found out by this, and there is no other
+        health_check_timeout_s=10,
     ).bind(config)
     pools = {
         name: serve.deployment(ServeReplica, name=name, **_options(config, name, pool)).bind(arguments, name, manager)
@@ -37,6 +43,8 @@ def build(config: BatonConfig) -> Application:
         name="ingress",
         num_replicas=config.ingress.replicas,
         max_ongoing_requests=config.ingress.max_ongoing_requests,
+        max_surge_percent=ONE_MORE,
+        graceful_shutdown_timeout_s=config.ingress.drain_s + STOP_S,
         ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": _quiet(config)}},
     )
     return ingress.bind(arguments, manager, pools)
@@ -63,7 +71,8 @@ def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]
         "request_router_config": PLACED,
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
-        "graceful_shutdown_timeout_s": 20,
+        "max_surge_percent": pool.surge_percent,
+        "graceful_shutdown_timeout_s": config.placement.drain_s + STOP_S,
     }
 
 

@@ -100,6 +100,19 @@ class ServeApi:
         """Submit a Serve configuration; returns when it is accepted, not when it runs."""
         self._request("PUT", json=config, timeout_s=120.0)
 
+    def remove(self, config: Mapping[str, Any], timeout_s: float) -> bool:
+        """Take a configuration's applications away. True when their replicas are gone, False when not in time.
+
+        Meanwhile answers are finished: Serve's proxies go on. Serve's own shutdown begins with the proxies.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._request("PUT", json={**config, "applications": []}, timeout_s=20.0)
+        while self.details_within(20.0).get("applications"):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.5)
+        return True
+
     def shutdown(self, timeout_s: float) -> None:
         """Shut Serve down; returns when its replicas are gone."""
         self._request("DELETE", timeout_s=timeout_s)

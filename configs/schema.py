@@ -67,6 +67,9 @@ class MockEngineConfig(Section):
     num_layers: int = Field(4, gt=0)
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)
     step_s: float = Field(0.005, ge=0, description="Seconds that a step costs, whatever is in it.")
+    computes: bool = Field(
+        True, description="False: no KV is computed or read, so a step costs hardly any CPU; tokens are then all alike."
+    )
     seed: int = 0
 
 
@@ -88,6 +91,12 @@ class PoolConfig(Section):
     replicas: int | None = Field(None, gt=0, description="A fixed count; default 1 when there is no autoscaling.")
     autoscaling: dict[str, Any] | None = Field(
         None, description="Ray Serve's autoscaling_config, instead of `replicas`."
+    )
+    surge_percent: int = Field(
+        25,
+        ge=0,
+        le=100,
+        description="Extra replicas in an update, at least one; 0: an old one stops before its successor starts.",
     )
     resources: ResourcesConfig = ResourcesConfig()
     engine: EngineConfig = VllmEngineConfig()
@@ -218,10 +227,18 @@ class PlacementConfig(Section):
     queue_timeout_s: float = Field(30.0, gt=0, description="A request waits this long for capacity, then 429.")
     max_queued_requests: int = Field(1024, ge=0)
     session_timeout_s: float = Field(600.0, gt=0, description="The longest a session may live.")
-    max_attempts: int = Field(4, ge=1, description="Placements of one session: one more each time a replica is lost.")
+    max_attempts: int = Field(4, ge=1, description="Placements of a session in a row that may come to nothing.")
     snapshot_interval_s: float = Field(0.1, gt=0)
     snapshot_stale_s: float = Field(5.0, gt=0, description="A replica silent for so long is not placed on.")
     hang_timeout_s: float = Field(60.0, gt=0, description="An engine that does not move for so long is given up.")
+    drain_s: float = Field(
+        30.0,
+        gt=0,
+        description="A replica that is taken out has so long to end its sessions; at three quarters they move.",
+    )
+    ingress_lease_s: float = Field(
+        10.0, gt=0, description="The sessions of an ingress that does not answer for so long are ended."
+    )
 
 
 class IngressConfig(Section):
@@ -231,6 +248,11 @@ class IngressConfig(Section):
     num_cpus: float = Field(0.5, ge=0)
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0)
     max_ongoing_requests: int = Field(1024, gt=0)
+    drain_s: float = Field(
+        60.0,
+        gt=0,
+        description="An ingress that is taken out has so long to end its answers; then they end with an error.",
+    )
     server_args: dict[str, Any] = Field(
         default_factory=dict,
         description="The labelled escape: options of `vllm serve`, such as tool_call_parser or chat_template.",

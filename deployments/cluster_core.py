@@ -2,9 +2,9 @@
 
 Three calls are the seam: add a request, abort it, get outputs. Below it a request becomes a session: placed by the
 session manager, split between a prefill and a decode replica, its two streams of outputs merged into one. A session
-that loses a replica is placed again, with what was answered so far as part of its prompt: an `_Attempt` is one
-placement, with a state machine of its own (`session.py`).
-One of the five files that import vllm.
+that loses a replica is placed again, with what was answered so far: an `_Attempt` is one placement, with a state
+machine of its own (`session.py`).
+One of the seven files that import vllm.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import contextvars
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -27,9 +27,10 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments import request_context
-from deployments.engine_request import part, pushed, rest, session_request, traits
+from deployments.engine_request import is_seeded, part, pushed, rest, session_request, traits
 from deployments.errors import (
     HandoffFailed,
+    Moved,
     NeverFits,
     Overloaded,
     ReplicaGone,
@@ -39,7 +40,10 @@ from deployments.errors import (
     Unavailable,
     UnknownClass,
 )
+from deployments.manager_port import Manager
 from deployments.messages import (
+    MANAGER_LEAVES,
+    MOVED,
     Admit,
     Handoff,
     Mode,
@@ -77,8 +81,14 @@ it calls silent so many times in a row is lost. A living one reports every secon
 """
 BUDGET_WAIT_S = 30.0
 """So long a lost session waits for the cluster's retry budget, asking again as often as it is told to."""
-PAUSE_S = 0.1
-"""Before the third placement of a session; twice as long before each one after it. The second follows at once."""
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Before the third placement of a session in a row, twice as long before each one after it. The second follows at once.
+A row ends with a placement that gave more than a first token: prefill gives that one wherever decode fails.
+"""
+MOST_PLACEMENTS = 32
+"""Of one session in all, however many tokens each gave: a request that kills its engines must not go on for ever."""
+MAX_MOVES = 16
+"""So often a session is moved by a replica that lets it go; any more often counts as a loss."""
 
 _FINISH = {
     FinishReason.LENGTH: Finish.LENGTH,
@@ -87,20 +97,6 @@ _FINISH = {
     FinishReason.ABORT: Finish.ABORT,
     FinishReason.ERROR: Finish.ERROR,
 }
-
-
-class Manager(Protocol):
-    """The session manager. Every call may raise Unavailable."""
-
-    async def open(self, request: SessionRequest) -> Admit | Reject: ...
-
-    async def prefill_done(self, session_id: str, epoch: int) -> None: ...
-
-    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None: ...
-
-    async def lost(self, replica_id: str, gone: bool = False) -> None: ...
-
-    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]: ...
 
 
 class Pool(Protocol):
@@ -112,16 +108,18 @@ class Pool(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Attempt:
-    """One placement of a session, and what runs for it. `request`: all of the client's, or what is left of it.
+    """One placement of a session, and what runs for it. `answered`: the tokens that its client had before.
 
-    `lost`: why it came to nothing. `until_pulled`: what ends when decode has the KV cache, where decode pulls it.
-    `notices`: what the session manager is being told.
+    `leaving`: the replica that let the session go. `lost`: why it came to nothing. `until_pulled`: what ends when
+    decode has the KV cache, where decode pulls it. `notices`: what the session manager is being told.
     """
 
     entry: _Open
     number: int
     request: EngineCoreRequest
     session: Session
+    answered: tuple[int, ...] = ()
+    leaving: str = ""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     lost: SessionError | None = None
     outcome: str = ""
@@ -134,15 +132,25 @@ class _Attempt:
     given_back: bool = False
     heard_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def progressed(self) -> bool:
+        """It gave the client more than a first token."""
+        return self.output_tokens > 1
+
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """One open session. `sent`: the tokens that its client has been given."""
+    """One open session. `sent`: the tokens that its client has been given. `moves`: attempts that ended with a move.
+
+    `lost`: placements lost in a row; one that gave more than a first token begins it anew.
+    """
 
     request: EngineCoreRequest
     context: RequestContext | None
+    moves: int = 0
     sent: list[int] = field(default_factory=list)
     attempts: list[_Attempt] = field(default_factory=list)
+    lost: int = 0
 
     @property
     def now(self) -> _Attempt:
@@ -153,7 +161,8 @@ class ClusterCore(EngineCoreClient):
     """Create it in a running event loop. `host`: the address replicas send outputs to.
 
     `block_size`: tokens per KV block, the same in all pools. `handoff`: how the engines of this application move a
-    split session's KV cache. `max_attempts`: placements of one session at most.
+    split session's KV cache. `max_attempts`: placements of one session in a row that may
+    come to nothing.
     """
 
     engine_ranks_managed = (0,)
@@ -207,6 +216,11 @@ class ClusterCore(EngineCoreClient):
             task.cancel()
         self._receiver.close()
 
+    def end_all(self, error: SessionError) -> None:
+        """Fail every open session: this process ends soon."""
+        for entry in list(self._open.values()):
+            self._apply(entry.now, entry.now.session.failed(error))
+
     @property
     def open_sessions(self) -> int:
         """Sessions that have begun and are not closed yet."""
@@ -214,10 +228,10 @@ class ClusterCore(EngineCoreClient):
 
     # ---- one session
 
-    def _attempt(self, entry: _Open, request: EngineCoreRequest) -> None:
+    def _attempt(self, entry: _Open, request: EngineCoreRequest, leaving: str = "") -> None:
         """The next attempt takes over: from here on, it is the one that can be cancelled and can fail."""
         session = Session(entry.request.request_id, self._handoff)
-        attempt = _Attempt(entry, len(entry.attempts) + 1, request, session)
+        attempt = _Attempt(entry, len(entry.attempts) + 1, request, session, tuple(entry.sent), leaving)
         entry.attempts.append(attempt)
         self._attempts[request.request_id] = attempt
 
@@ -244,27 +258,38 @@ class ClusterCore(EngineCoreClient):
             await attempt.over.wait()
         if attempt.lost is None:
             return False
-        entry = attempt.entry
+        entry, left = attempt.entry, rest(attempt.entry.request, attempt.entry.sent, attempt.number + 1)
+        if entry.context is not None and entry.sent and is_seeded(entry.request):
+            entry.context.seed_moved = True
+        if isinstance(attempt.lost, Moved) and placement is not None and entry.moves < MAX_MOVES:
+            entry.moves += 1
+            self._attempt(entry, left, leaving=placement.owner.replica_id)
+            await self._end(attempt)
+            return True
         logger.warning("session %s, placement %d: %s", entry.request.request_id, attempt.number, attempt.lost)
-        self._attempt(entry, rest(entry.request, entry.sent, attempt.number + 1))
+        entry.lost = 1 if attempt.progressed else entry.lost + 1
+        self._attempt(entry, left)
         if (why := self._why_final(attempt)) is not None:
             raise type(attempt.lost)(f"{attempt.lost}{why}")
         await self._end(attempt)
-        if attempt.number > 1:
-            await asyncio.sleep(PAUSE_S * 2.0 ** (attempt.number - 2))
+        if entry.lost > 1:
+            await _over_within(entry.now, min(PAUSE_S * 2.0 ** (entry.lost - 2), LONGEST_PAUSE_S))
         return True
 
     def _why_final(self, attempt: _Attempt) -> str | None:
         """Why a lost session is not placed again, as the end of a sentence; None when it is."""
-        if attempt.number >= self._max_attempts:
-            return f", and so in each of {attempt.number} placements" if attempt.number > 1 else ""
-        rule = continuation_rule(traits(attempt.entry.request)) if attempt.entry.sent else ""
+        entry = attempt.entry
+        if entry.lost >= self._max_attempts:
+            return f", and so in each of {entry.lost} placements" if entry.lost > 1 else ""
+        if attempt.number - entry.moves >= MOST_PLACEMENTS:
+            return f", the last of {attempt.number} placements"
+        rule = continuation_rule(traits(entry.request)) if entry.sent else ""
         return f"; what was answered so far cannot go on elsewhere ({rule})" if rule else None
 
     async def _end(self, attempt: _Attempt) -> None:
         """End what is still open of a lost attempt, and give back what was reserved for it."""
         await self._end_calls(attempt)
-        await asyncio.gather(*attempt.notices)  # nothing is to be placed on what is known to be lost
+        await asyncio.gather(*attempt.notices, return_exceptions=True)  # nothing is placed on what is known as lost
         self._own(self._give_back(attempt), "give-back")
 
     async def _end_calls(self, attempt: _Attempt) -> None:
@@ -278,16 +303,22 @@ class ClusterCore(EngineCoreClient):
         if attempt.over.is_set():
             return None
         entry = attempt.entry
-        request = session_request(
-            attempt.request, entry.context, self._handoff, self._block_size, entry.request.request_id, attempt.number
+        asked = session_request(
+            attempt.request,
+            entry.context,
+            self._handoff,
+            self._block_size,
+            entry.request.request_id,
+            attempt.number,
+            attempt.answered,
         )
+        progressed = attempt.number > 1 and entry.attempts[-2].progressed
+        request = replace(asked, leaving=attempt.leaving, progressed=progressed)
         give_up_s = time.monotonic() + BUDGET_WAIT_S
         while isinstance(decision := await self._open_or_over(attempt, request), Reject):
-            if decision.code != RETRY_BUDGET or time.monotonic() > give_up_s:
+            if decision.code not in (RETRY_BUDGET, MANAGER_LEAVES) or time.monotonic() > give_up_s:
                 raise _refusal(decision)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(decision.retry_after_s):
-                    await attempt.over.wait()
+            await _over_within(attempt, decision.retry_after_s or PAUSE_S)
         if decision is None:
             return None
         attempt.placement = decision.placement
@@ -358,8 +389,8 @@ class ClusterCore(EngineCoreClient):
     ) -> None:
         replica = placement.decode if role is Role.DECODE else placement.prefill
         assert replica is not None
-        request = part(attempt.request, role, self._handoff, transfer)
-        prompt_tokens = len(request.prompt_token_ids or ())
+        request = part(attempt.request, role, self._handoff, transfer, attempt.answered)
+        prompt_tokens = len(request.prompt_token_ids or ()) + len(attempt.answered)
         task = SessionTask(
             session_id=placement.session_id,
             epoch=placement.epoch,
@@ -370,6 +401,8 @@ class ClusterCore(EngineCoreClient):
             timeout_s=placement.session_timeout_s,
             prompt_tokens=prompt_tokens,
             reservation=placement.reservation(replica.replica_id, prompt_tokens),
+            movable=replica is placement.owner and not continuation_rule(traits(attempt.entry.request)),
+            leaving=role is Role.PREFILL and replica.replica_id == attempt.leaving,
         )
         try:
             report = await self._pools[replica.pool].run(task)
@@ -378,6 +411,9 @@ class ClusterCore(EngineCoreClient):
             attempt.notices.append(self._own(self._tell(lost), "lost"))
             self._apply(attempt, attempt.session.call_ended(role, clean=False, detail=str(error)))
             return
+        if report.outcome == MOVED:
+            self._apply(attempt, attempt.session.lost(Moved(f"{replica.replica_id} let it go"), MOVED))
+            return
         clean = report.outcome == "finished"
         self._apply(attempt, attempt.session.call_ended(role, clean, report.outcome))
         if replica is placement.owner:
@@ -385,10 +421,8 @@ class ClusterCore(EngineCoreClient):
 
     async def _await_last_outputs(self, attempt: _Attempt) -> None:
         """The call's answer and the last outputs travel apart."""
-        try:
-            await asyncio.wait_for(attempt.over.wait(), OUTPUT_GRACE_S)
-        except TimeoutError:
-            self._apply(attempt, attempt.session.lost(ReplicaLost("the last outputs did not arrive")))
+        await _over_within(attempt, OUTPUT_GRACE_S)
+        self._apply(attempt, attempt.session.lost(ReplicaLost("the last outputs did not arrive")))
 
     async def _watch(self) -> None:
         """A replica that neither we nor the manager hear of any more may be stopped or cut off without being dead."""
@@ -403,9 +437,10 @@ class ClusterCore(EngineCoreClient):
                 except (Unavailable, TimeoutError) as error:
                     logger.warning("the session manager cannot be asked: %r", error)
             counts = Counter({replica_id: counts[replica_id] + 1 for replica_id in silent})
-            for replica_id, times in counts.items():
-                for attempt, role in waiting[replica_id] if times >= SILENT_TIMES else ():
-                    attempt.notices.append(self._own(self._tell(self._manager.lost(replica_id)), "lost"))
+            for replica_id in [replica_id for replica_id, times in counts.items() if times >= SILENT_TIMES]:
+                notice = self._own(self._tell(self._manager.lost(replica_id)), "lost")
+                for attempt, role in waiting[replica_id]:
+                    attempt.notices.append(notice)
                     self._apply(attempt, attempt.session.call_ended(role, clean=False, detail="it does not report"))
 
     def _waiting_for(self) -> dict[str, list[tuple[_Attempt, Role]]]:
@@ -533,6 +568,13 @@ class ClusterCore(EngineCoreClient):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s ended: %r", task.get_name(), error, exc_info=error)
+
+
+async def _over_within(attempt: _Attempt, seconds: float) -> None:
+    """Wait until an attempt is over, so long at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await attempt.over.wait()
 
 
 def _delivered(output: EngineCoreOutput, finish: bool) -> EngineCoreOutput:

@@ -37,6 +37,10 @@ class ReplicaLost(SessionError):
     """A replica died, or refused, in the middle of the session."""
 
 
+class Moved(ReplicaLost):
+    """A replica has let the session go, KV cache and all: it is nobody's fault."""
+
+
 class ReplicaGone(ReplicaLost):
     """Serve has taken the replica out: it is being stopped, or has died."""
 

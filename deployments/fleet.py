@@ -93,6 +93,7 @@ class ReplicaPhase:
 class _Arrival:
     snapshot: ReplicaSnapshot
     at_s: float
+    listed: frozenset[str]  # its sessions, to be asked for one
 
 
 @dataclass(slots=True)
@@ -227,7 +228,7 @@ class Fleet:
         if known is None or known.snapshot.info != snapshot.info:
             self._peers.clear()
             self._known = None
-        self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s)
+        self._arrivals[snapshot.replica_id] = _Arrival(snapshot, now_s, frozenset(snapshot.sessions))
         if snapshot.info is not None:
             self._shapes[snapshot.info.pool] = snapshot.info
         self._stale_rows[snapshot.replica_id] = None
@@ -245,9 +246,12 @@ class Fleet:
         self._put_theirs(replica_id, None, 0.0)
         self._drop_released(replica_id, 0.0)
 
-    def next_epoch(self, session_id: str, now_s: float) -> int:
-        """The epoch of a session's next placement: 1, and one more for each attempt after it."""
-        epoch = self._epochs.get(session_id, (0, now_s))[0] + 1
+    def next_epoch(self, session_id: str, now_s: float, least: int = 1) -> int:
+        """The epoch of a session's next placement: `least`, or one more than the last that is known here.
+
+        Those before it may have been made by another ledger.
+        """
+        epoch = max(least, self._epochs.get(session_id, (0, now_s))[0] + 1)
         self._epochs[session_id] = epoch, now_s
         return epoch
 
@@ -275,8 +279,10 @@ class Fleet:
         promise = self._promises.get((session_id, epoch))
         if promise is None or promise.released:
             return False
-        self._put(replace(promise, released=True, prefilling=False), now_s)
-        self._drop_released(promise.placement.owner.replica_id, now_s)
+        released = replace(promise, released=True, prefilling=False)
+        self._put(released, now_s)
+        if not self._is_listed(released):
+            self._remove(released, now_s)
         return True
 
     def expire(self, now_s: float) -> tuple[Promise, ...]:
@@ -306,7 +312,11 @@ class Fleet:
         return {replica_id: arrival.snapshot for replica_id, arrival in self._arrivals.items()}
 
     def peers(self, info: ReplicaInfo) -> Peers:
-        """The replicas of the other role with the same fingerprint."""
+        """The replicas with the same fingerprint that it may exchange KV with.
+
+        For prefill all decode replicas, which it writes to. For decode all replicas, itself among them: prefill writes
+        to it, and any decode replica may move a session to any other.
+        """
         key = info.role, info.fingerprint
         if key not in self._peers:
             infos = (arrival.snapshot.info for arrival in self._arrivals.values())
@@ -314,11 +324,32 @@ class Fleet:
                 sorted(
                     peer.endpoints
                     for peer in infos
-                    if peer and peer.endpoints and peer.role is not info.role and peer.fingerprint == info.fingerprint
+                    if peer
+                    and peer.endpoints
+                    and Role.DECODE in (peer.role, info.role)
+                    and peer.fingerprint == info.fingerprint
                 )
             )
             self._peers[key] = Peers(zlib.crc32(repr(endpoints).encode()), endpoints)
         return self._peers[key]
+
+    def is_out_of_step(self, info: ReplicaInfo, now_s: float) -> bool:
+        """Whether a loaded replica has nobody to exchange KV with, and another engine's of its role has.
+
+        If it started, Serve would stop such a one, and take a pair apart before the next is whole.
+        """
+        loaded, serving = set(), set()
+        for arrival in self._arrivals.values():
+            other = arrival.snapshot.info
+            if other is None or arrival.snapshot.phase is Phase.DRAINING or not self._is_fresh(arrival, now_s):
+                continue
+            loaded.add((other.role, other.fingerprint))
+            if arrival.snapshot.phase is Phase.READY:
+                serving.add((other.role, other.fingerprint))
+        partner = Role.DECODE if info.role is Role.PREFILL else Role.PREFILL
+        if (partner, info.fingerprint) in loaded:
+            return False
+        return any(role is info.role and (partner, engine) in serving for role, engine in serving)
 
     def view(self, now_s: float) -> FleetView:
         """The fleet at this moment by rows, for people."""
@@ -443,7 +474,7 @@ class Fleet:
         share = self._shares.get(snapshot.replica_id)
         if share is None or now_s - share.confirmed_s < _SEEN_EVERY_S:
             return
-        share.confirmed_s, listed = now_s, frozenset(snapshot.sessions)
+        share.confirmed_s, listed = now_s, self._arrivals[snapshot.replica_id].listed
         for promise in [each for key, each in share.promises.items() if key[0] in listed]:
             self._put(replace(promise, seen_s=now_s), now_s)
 
@@ -464,7 +495,7 @@ class Fleet:
 
     def _is_listed(self, promise: Promise) -> bool:
         arrivals = (self._arrivals[replica_id] for replica_id in promise.replica_ids if replica_id in self._arrivals)
-        return any(promise.placement.session_id in arrival.snapshot.sessions for arrival in arrivals)
+        return any(promise.placement.session_id in arrival.listed for arrival in arrivals)
 
 
 def _shape(info: ReplicaInfo) -> tuple[object, ...]:
@@ -478,7 +509,7 @@ def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
     assert info is not None, "a row is of a replica that has told what it is"
     promised, sessions = share.blocks, share.sessions
     for promise in share.released.values():  # closed, but the engine has not freed it
-        if not promise.finished and promise.placement.session_id in snapshot.sessions:
+        if not promise.finished and promise.placement.session_id in arrival.listed:
             promised += promise.reservation(info.replica_id).blocks
             sessions += 1
     taken = max(promised, snapshot.used_blocks)

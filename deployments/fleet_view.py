@@ -23,11 +23,6 @@ Codes = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-def blocks_for(tokens: int, block_size: int) -> int:
-    """KV blocks that hold `tokens` tokens."""
-    return -(-tokens // block_size)
-
-
 class ReplicaView(NamedTuple):
     """One replica that can be placed on now.
 
@@ -115,9 +110,8 @@ class Columns:
             by_row = Coefficients(*np.array(self._steps or [UNKNOWN]).T[:, self.kind])
             self.numbers["step_s"][:] = _step_s(by_row, self.numbers["sessions"], self.numbers["held_tokens"])
 
-    def kind_of(self, row: int) -> tuple[Coefficients, Kind]:
-        """What a replica's steps take, and its kind."""
-        number = int(self.kind[row])
+    def of_kind(self, number: int) -> tuple[Coefficients, Kind]:
+        """What the steps of a kind of replicas take, by its place in `kinds`."""
         return self._steps[number], self.kinds[number]
 
     def of_kinds(self, number: Callable[[Coefficients, Kind], float]) -> Numbers:

@@ -101,11 +101,15 @@ class CacheChange:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A session's part that is over on a replica, and the tokens that it generated there."""
+    """A session's part that is over on a replica, and the tokens that it generated there.
+
+    `orphaned`: its ingress does not answer any more, and will hardly close it.
+    """
 
     session_id: str
     epoch: int
     output_tokens: int
+    orphaned: bool = False
 
 
 class Reservation(NamedTuple):
@@ -138,6 +142,8 @@ class ReplicaSnapshot:
     `cached_blocks`: free blocks that hold a reusable prefix. `finished`: parts that ended since a while ago, the
     newest last, `finished_version` the count of all that ever did, so that a lost snapshot loses none.
     `steps`: steps since the last snapshot. `cache`: none when nothing changed, or where the engine does not tell.
+    With `placement.overcommit` over 1, `held_tokens`: of each of `sessions` prompt and answer so far, 0 before its
+    first output; `movable`: those of them that can go on elsewhere.
     """
 
     replica_id: str
@@ -159,6 +165,8 @@ class ReplicaSnapshot:
     finished_version: int = 0
     steps: tuple[StepSample, ...] = ()
     cache: CacheChange | None = None
+    held_tokens: tuple[int, ...] = ()
+    movable: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +185,26 @@ class ReportAnswer:
     """What the manager says to a snapshot.
 
     `peers`: none when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none; the
-    next is to be a whole one.
+    next is to be a whole one. `hold`: a replica that is loaded is not to start yet (`Fleet.is_out_of_step`).
+    `move`: the sessions that it is to let go, before its KV blocks run out.
     """
 
     peers: Peers | None = None
     resync: bool = False
+    hold: bool = False
+    move: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerView:
+    """What the session manager knows of the replicas that it would place on, for when it is away.
+
+    `life`: another one after each restart. `snapshots`: one of each replica; what is promised there, or in use, is one
+    sum, as if it were that of one session.
+    """
+
+    life: str
+    snapshots: tuple[ReplicaSnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +217,9 @@ class SessionRequest:
     fairness is between. `affinity`: sessions with the same key go to the same replicas where they can.
     `adapter`: the LoRA adapter it needs. `chat`: it came as messages, not as text. `attempt`: which placement of the
     session this is, from 1; a later one is what is left of it, with the tokens answered so far as part of the prompt.
+    `leaving`: the replica that has let it go, where its KV cache is; "" where it was lost, and for a first attempt.
+    `least_epoch`: its placement gets an epoch no lower, whatever the ledger knows of the session.
+    `progressed`: the one before it gave more than a first token, so that this one is no retry of what failed.
     """
 
     session_id: str
@@ -208,6 +234,9 @@ class SessionRequest:
     adapter: str = ""
     chat: bool = False
     attempt: int = 1
+    leaving: str = ""
+    least_epoch: int = 1
+    progressed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +324,7 @@ class Reject:
     """Not at all (`retry_after_s` is None: the request can never be served here), or not soon.
 
     `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft`,
-    `predicted_tpot` or `unknown_class`; "" for any other.
+    `predicted_tpot`, `unknown_class` or `manager_leaves`; "" for any other.
     """
 
     reason: str
@@ -306,13 +335,18 @@ class Reject:
 
 Decision = Admit | Queue | Reject
 
+MANAGER_LEAVES = "manager_leaves"
+"""The code of a refusal that says no more than to ask again: another session manager will answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionTask:
     """One replica's part of a session, the argument of its `run` call.
 
     `request`: the frames of an encoded EngineCoreRequest. `reply_to`: the ingress's output address; engine
-    outputs go there by step, not through the call. `reservation`: what it was promised on this replica.
+    outputs go there by step, not through the call. `reservation`: what it was promised on this replica. `movable`: the
+    answer ends here, and can go on elsewhere. `leaving`: the session was let go by this replica, which only hands over
+    what it has; it may be draining, and Serve may have taken it out.
     """
 
     session_id: str
@@ -324,11 +358,17 @@ class SessionTask:
     timeout_s: float
     prompt_tokens: int
     reservation: Reservation = NOTHING
+    movable: bool = False
+    leaving: bool = False
+
+
+MOVED = "moved"
+"""The outcome of a part that a replica has let go: its KV cache is there, for another replica to take."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """What a replica says of its part when it is over."""
+    """What a replica says of its part when it is over. `outcome`: `finished`, `expired` or `MOVED`."""
 
     session_id: str
     replica_id: str

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineLoad, Output, Step
 from deployments.errors import Unavailable
 from deployments.messages import (
+    MOVED,
     Finished,
     Peers,
     Phase,
@@ -39,6 +41,7 @@ REPORT_TIMEOUT_S = 5.0
 CANCEL_AGAIN_S = 0.5
 STEPS_KEPT = 64
 FINISHED_KEPT = 64
+TURN_TIMEOUT_S = 600.0
 
 
 class ReportPort(Protocol):
@@ -64,6 +67,13 @@ class _Live:
     done: asyncio.Future[str]
     output_tokens: int = 0
     started: bool = False
+    leaves: bool = False
+    orphaned: bool = False
+
+    @property
+    def held_tokens(self) -> int:
+        """Prompt and answer so far, once there is one."""
+        return self.task.prompt_tokens + self.output_tokens if self.started else 0
 
     @property
     def reservation(self) -> Reservation:
@@ -71,13 +81,19 @@ class _Live:
         reserved = self.task.reservation
         return reserved.prefilled() if self.started else reserved
 
+    def orphan(self, why: str) -> None:
+        """Its ingress is not there any more: nobody reads it, and nobody will close it."""
+        self.orphaned = True
+        if not self.done.done():
+            self.done.set_exception(EngineError(why))
+
 
 class Replica:
     """Runs sessions on one engine. `start` before anything else, `stop` at the end."""
 
     def __init__(self, identity: Identity, engine: Engine, port: ReportPort, config: PlacementConfig) -> None:
         self._identity, self._engine, self._port, self._config = identity, engine, port, config
-        self._sender = OutputSender(identity.replica_id)
+        self._sender = OutputSender(identity.replica_id, config.ingress_lease_s)
         self._live: dict[str, _Live] = {}
         self._info: ReplicaInfo | None = None
         self._phase = Phase.LOADING
@@ -86,6 +102,7 @@ class Replica:
         self._finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
         self._finished_version = 0
         self._counters: dict[str, float] = {}
+        self._moved_out = 0
         self._counted = False
         self._moved_s = time.monotonic()
         self._version = time.time_ns()  # grows over restarts too
@@ -93,11 +110,14 @@ class Replica:
         self._peers = Peers(0, ())
         self._has_news_of_peers = asyncio.Event()
         self._resync = False
+        self._is_held: bool | None = None
+        self._has_answer = asyncio.Event()
+        self._is_stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
 
     async def start(self) -> None:
-        """Load the engine, telling the manager meanwhile. Raises EngineError."""
+        """Load the engine, telling the manager meanwhile, and wait for its turn. Raises EngineError."""
         self._own(self._report_loop(), "report")
         engine = await self._engine.start()
         self._info = ReplicaInfo(
@@ -118,8 +138,21 @@ class Replica:
         self._own(self._pump(), "pump")
         self._own(self._meet_loop(), "meet")
         self._own(self._watch_loop(), "watch")
+        self._own(self._lease_loop(), "lease")
+        self._changed.set()
+        await self._wait_for_turn()
+        self._refuse_if_failed()
         self._phase = Phase.READY
         self._changed.set()
+
+    async def _wait_for_turn(self) -> None:
+        """Serve stops an old replica when its successor has started. So that both sides shift in step, one whose engine
+        nobody can pair with yet has not started: the old pair serves until a partner is loaded as well."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TURN_TIMEOUT_S):
+                while self._is_held is not False and self._error is None:
+                    self._has_answer.clear()
+                    await self._has_answer.wait()
 
     def _own(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=f"baton-{name}")
@@ -132,6 +165,7 @@ class Replica:
             self._error = error
             self._phase = Phase.DRAINING  # Serve replaces us; until then nothing may be placed here
             self._changed.set()
+            self._has_answer.set()
             self._fail_open_runs(f"the replica failed: {error}")
 
     def _fail_open_runs(self, why: str) -> None:
@@ -144,35 +178,63 @@ class Replica:
 
         Raises EngineError when the engine dies. Outputs go to `task.reply_to`, step by step.
         """
-        self._refuse_if_unwell()
+        self._refuse_if_failed()
+        if not self._serves:
+            raise EngineError(f"the replica is not ready: {self._phase}")
         if not self._live:
             self._moved_s = time.monotonic()
         live = _Live(task, asyncio.get_running_loop().create_future())
         self._live[task.request_id] = live
         self._changed.set()
-        finished = False
+        outcome = ""
         try:
             async with asyncio.timeout(task.timeout_s):
-                await self._engine.add(task.request)
+                if await self._sender.connect(task.reply_to):
+                    await self._engine.add(task.request)
+                else:
+                    live.orphan("the ingress cannot be reached")
                 outcome = await live.done
-                finished = True
         except TimeoutError:
             outcome = "expired"
         finally:
             self._live.pop(task.request_id, None)
-            self._finished.append(Finished(task.session_id, task.epoch, live.output_tokens))
+            if live.done.done() and not live.done.cancelled():
+                live.done.exception()  # seen, also where the request was refused before anybody waited for it
+            self._finished.append(Finished(task.session_id, task.epoch, live.output_tokens, live.orphaned))
             self._finished_version += 1
             self._counted = False
             self._changed.set()
-            if not finished and self._phase is Phase.READY:
+            if outcome != "finished" and self._serves:
                 await asyncio.shield(self._engine.abort([task.request_id]))
         return SessionReport(task.session_id, self._identity.replica_id, outcome, live.output_tokens)
 
-    def _refuse_if_unwell(self) -> None:
+    def _refuse_if_failed(self) -> None:
         if self._error is not None:
             raise EngineError(f"the replica failed: {self._error}") from self._error
-        if self._phase is not Phase.READY:
-            raise EngineError(f"the replica is not ready: {self._phase}")
+
+    @property
+    def _serves(self) -> bool:
+        """Whether the engine works for sessions: also while draining, for those placed here before that was known."""
+        return self._phase is not Phase.LOADING and self._error is None and not self._is_stopping
+
+    def move_out(self, session_ids: Collection[str] | None = None) -> int:
+        """Let these sessions go, none named all, as far as they can go on elsewhere. Returns how many will.
+
+        Their runs end with `MOVED`, and their blocks are the prefix cache's, from which this replica then hands them
+        over (`SessionTask.leaving`). One without an output yet, whose KV cache is still on its way here, follows at its
+        first.
+        """
+        live = [each for each in self._live.values() if each.task.movable and not each.done.done()]
+        chosen = [each for each in live if session_ids is None or each.task.session_id in session_ids]
+        for each in chosen:
+            each.leaves = True
+            self._let_go(each)
+        return len(chosen)
+
+    def _let_go(self, live: _Live) -> None:
+        if live.leaves and live.started and not live.done.done():
+            live.done.set_result(MOVED)
+            self._moved_out += 1
 
     async def _pump(self) -> None:
         """Send each step's outputs on, one message per ingress."""
@@ -200,33 +262,44 @@ class Replica:
         if live.done.done():
             return
         if not sent:
-            live.done.set_exception(EngineError("the ingress does not take its outputs"))
+            live.orphan("the ingress does not take its outputs")
         elif output.finished:
             live.done.set_result("finished")
+        else:
+            self._let_go(live)
 
     async def _report_loop(self) -> None:
         """Tell the manager what has changed, at most once per interval, and that we live, once per heartbeat."""
         while True:
             self._changed.clear()  # before the snapshot: what changes after it is news
             await self._refresh_counters()
+            has_info = self._info is not None
             try:
                 async with asyncio.timeout(REPORT_TIMEOUT_S):
-                    self._heed(await self._port.report(self._snapshot()))
+                    self._heed(await self._port.report(self._snapshot()), has_info)
             except (TimeoutError, Unavailable) as error:
                 self._resync = True
+                if has_info and self._is_held is None:  # nobody can tell, so there is nothing to wait for
+                    self._is_held = False
+                    self._has_answer.set()
                 logger.warning("the session manager did not take a snapshot: %r", error)
             await asyncio.sleep(self._config.snapshot_interval_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()
 
-    def _heed(self, answer: ReportAnswer) -> None:
+    def _heed(self, answer: ReportAnswer, has_info: bool) -> None:
         self._resync = answer.resync
+        if has_info:
+            self._is_held = answer.hold
+            self._has_answer.set()
         if answer.resync:
             self._changed.set()
         if answer.peers is not None:
             self._peers = answer.peers
             self._has_news_of_peers.set()
+        if answer.move:
+            self.move_out(answer.move)
 
     async def _meet_loop(self) -> None:
         """Make the engine known to its peers before a request needs one, and forget peers that are gone."""
@@ -256,12 +329,21 @@ class Replica:
             if time.monotonic() - self._moved_s > limit_s:
                 raise EngineError(f"the engine has not moved for {limit_s:g} s")
 
+    async def _lease_loop(self) -> None:
+        """End the runs of an ingress that is gone: Serve lets a call run on when its caller has died."""
+        while True:
+            await asyncio.sleep(min(HEARTBEAT_S, self._config.ingress_lease_s / 4))
+            gone = self._sender.drop_gone()
+            for live in self._live.values() if gone else ():
+                if live.task.reply_to in gone:
+                    live.orphan("the ingress is gone")
+
     async def _refresh_counters(self) -> None:
         """Asking costs the engine a moment, so only once after it has fallen idle.
 
         Then nothing is in use, whatever the engine said in its last step: some say it before they free the blocks.
         """
-        if self._phase is Phase.READY and not self._live and not self._counted and self._error is None:
+        if self._serves and not self._live and not self._counted:
             try:
                 counters = self._counters = await self._engine.counters()
                 self._counted = not counters.get("open_receiving") and not counters.get("open_writing")
@@ -270,6 +352,7 @@ class Replica:
 
     def _snapshot(self) -> ReplicaSnapshot:
         self._version += 1
+        grows = self._config.overcommit > 1
         is_idle = self._counted and not self._live
         load = replace(self._load, used_blocks=0, running=0, waiting=0, running_tokens=0) if is_idle else self._load
         steps = tuple(self._steps)
@@ -286,7 +369,7 @@ class Replica:
             backlog_tokens=sum(live.task.prompt_tokens for live in self._live.values() if not live.started),
             sessions=tuple(live.task.session_id for live in self._live.values()),
             reservations=tuple(live.reservation for live in self._live.values()),
-            counters=self._counters | self._load.counters,
+            counters=self._counters | self._load.counters | {"moved_out": self._moved_out},
             peers_version=self._peers.version,
             running_tokens=load.running_tokens,
             finished=tuple(self._finished),
@@ -294,6 +377,8 @@ class Replica:
             steps=steps,
             cached_blocks=max(0, load.cached_blocks - load.used_blocks),  # most blocks in use are cached ones
             cache=None if self._info is None else self._engine.cache_change(whole=self._resync),
+            held_tokens=tuple(live.held_tokens for live in self._live.values()) if grows else (),
+            movable=frozenset(live.task.session_id for live in self._live.values() if grows and live.task.movable),
         )
 
     async def counters(self) -> dict[str, float]:
@@ -302,12 +387,22 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises when the engine or one of our tasks has died: Serve then replaces the replica."""
-        if self._error is not None:
-            raise EngineError(f"the replica failed: {self._error}") from self._error
+        self._refuse_if_failed()
+
+    @property
+    def open_runs(self) -> int:
+        """Sessions that have a part here now."""
+        return len(self._live)
+
+    def leave(self) -> None:
+        """Say that nothing may be placed here any more. What is here, or on its way here, is served."""
+        self._phase = Phase.DRAINING
+        self._changed.set()
 
     async def stop(self) -> None:
         """End the tasks, the open runs and the engine; idempotent."""
         self._phase = Phase.DRAINING
+        self._is_stopping = True
         self._fail_open_runs("the replica is stopping")
         tasks, self._tasks = set(self._tasks), []
         while tasks:  # again: Python 3.11's wait_for can lose a cancellation

@@ -17,7 +17,8 @@ from deployments.messages import Mode
 class RequestContext:
     """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts.
 
-    `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`.
+    `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `seed_moved`: a sampled answer
+    with a seed went on in another engine than it began in.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class RequestContext:
     chat: bool = False
     modes: set[Mode] = field(default_factory=set)
     rules: set[str] = field(default_factory=set)
+    seed_moved: bool = False
     error: SessionError | None = None
 
 

@@ -19,10 +19,15 @@ from deployments.messages import SessionTask
 
 APPEAR_S = 5.0
 """A new replica may reach the session manager before Serve tells its handles: a call waits so long for it."""
+GONE_KEPT = 64
+"""Replicas that Serve has taken out and that are still called for sessions that leave them: the newest."""
 
 
 class PlacedRouter(RequestRouter):
     """Routes a call whose first positional argument is a SessionTask to `task.replica_id`; others anywhere.
+
+    A replica that Serve has taken out runs on until its calls are over, and gets only what hands over a session that
+    leaves it (`task.leaving`).
 
     A placed call fails with ReplicaLost at once when its replica has refused or has died under it, with ReplicaGone
     when Serve has taken it out, and after `appear_s` (a request router argument) when Serve has never heard of it.
@@ -32,6 +37,7 @@ class PlacedRouter(RequestRouter):
         super().__init__(*args, **kwargs)
         self._appear_s = APPEAR_S
         self._seen: set[ReplicaID] = set()
+        self._gone: dict[ReplicaID, RunningReplica] = {}
         self._changed = asyncio.Event()
 
     def initialize_state(self, appear_s: float = APPEAR_S, **kwargs: Any) -> None:
@@ -42,7 +48,11 @@ class PlacedRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve calls this with all replicas when any has come or gone."""
+        before = dict(self.curr_replicas)
         super().update_replicas(replicas)
+        self._gone |= {each: replica for each, replica in before.items() if each not in self.curr_replicas}
+        for oldest in list(self._gone)[:-GONE_KEPT]:
+            del self._gone[oldest]
         self._seen.update(self.curr_replicas)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -71,6 +81,8 @@ class PlacedRouter(RequestRouter):
         try:
             async with asyncio.timeout(self._appear_s):
                 while (replica := self.curr_replicas.get(replica_id)) is None:
+                    if task.leaving and (leaving := self._gone.get(replica_id)) is not None:
+                        return leaving
                     if replica_id in self._seen:
                         raise ReplicaGone(f"replica {task.replica_id} of session {task.session_id} is gone")
                     await self._changed.wait()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray.exceptions
+from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -14,6 +15,7 @@ from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost, Unavailable
 from deployments.messages import (
     Admit,
+    ManagerView,
     Reject,
     ReplicaSnapshot,
     ReportAnswer,
@@ -50,6 +52,15 @@ class ServePool:
         return report
 
 
+class ServePools(dict[str, ServePool]):
+    """The pools by name. An update may bring one that an ingress from before it was not told of."""
+
+    def __missing__(self, name: str) -> ServePool:
+        application = serve.get_replica_context().app_name
+        pool = self[name] = ServePool(serve.get_deployment_handle(name, application))
+        return pool
+
+
 class ServeManager:
     """The session manager's deployment. Every call raises Unavailable while it cannot be reached."""
 
@@ -72,6 +83,10 @@ class ServeManager:
     async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
         silent: tuple[str, ...] = await self._call("silent", replica_ids)
         return silent
+
+    async def view(self, after_s: float) -> ManagerView:
+        view: ManagerView = await self._call("view", after_s)
+        return view
 
     async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
         answer: ReportAnswer = await self._call("report", snapshot)

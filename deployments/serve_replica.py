@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from typing import Any
 
@@ -12,16 +14,23 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig
+from deployments.drain import drain
 from deployments.engine.build import build_engine
+from deployments.engine.protocol import EngineError
 from deployments.messages import Role, SessionReport, SessionTask
 from deployments.replica import Identity, Replica
+from deployments.serve_leaving import until_leaving
 from deployments.serve_ports import ServeManager
+
+logger = logging.getLogger("baton.replica")
 
 SECRET_KEY = b"baton-channel-secret"
 
 
 class ServeReplica:
     """A replica of one pool. Serve shows the deployment as starting until the engine is loaded."""
+
+    _drained: asyncio.Task[None] | None = None
 
     async def __init__(self, config: dict[str, Any], pool: str, manager: DeploymentHandle) -> None:  # type: ignore[misc]
         baton = BatonConfig.model_validate(config)
@@ -35,10 +44,25 @@ class ServeReplica:
         engine = build_engine(baton, identity, cluster_secret(baton))
         self._replica = Replica(identity, engine, ServeManager(manager), baton.placement)
         await self._replica.start()
+        self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Drain; end what is open then while Serve still waits for it: so it fails at once, and is not cut off."""
+        await until_leaving()
+        try:
+            self._replica.check_health()
+            await drain(self._replica, timeout_s)
+        except EngineError as error:
+            logger.warning("there is nothing to wait for: %s", error)
+        await self._replica.stop()
 
     async def run(self, task: SessionTask) -> SessionReport:
         """One session's part; see `Replica.run`."""
         return await self._replica.run(task)
+
+    async def move_out(self, session_ids: tuple[str, ...] | None = None) -> int:
+        """Let sessions go to other replicas; see `Replica.move_out`."""
+        return self._replica.move_out(session_ids)
 
     async def counters(self) -> dict[str, float]:
         """The engine's and the KV channel's counters."""
@@ -49,8 +73,11 @@ class ServeReplica:
         self._replica.check_health()
 
     async def __del__(self) -> None:
-        """Serve calls this once, when the replica's calls are over."""
-        await self._replica.stop()
+        """Serve calls this once, when the replica's calls are over; KV may still be on its way."""
+        if self._drained is not None:
+            await self._drained
+        else:
+            await self._replica.stop()
 
 
 def cluster_secret(config: BatonConfig) -> str:

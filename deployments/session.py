@@ -175,10 +175,10 @@ class Session:
             return []  # its part was done
         return self.lost(ReplicaLost(f"the {role} replica was lost: {detail}"))
 
-    def lost(self, error: SessionError) -> list[Effect]:
+    def lost(self, error: SessionError, outcome: str = "lost") -> list[Effect]:
         """The placement can come to no end."""
         self._check("lost")
-        return [] if self.state is State.OVER else [Lost(error), *self._over("lost")]
+        return [] if self.state is State.OVER else [Lost(error), *self._over(outcome)]
 
     def failed(self, error: SessionError) -> list[Effect]:
         """Something ended the session without an answer."""

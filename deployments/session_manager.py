@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,17 +19,35 @@ from typing import Any
 from configs.schema import BatonConfig
 from deployments.fleet import Promise
 from deployments.fleet_view import ReplicaView
-from deployments.messages import Admit, Phase, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
+from deployments.messages import (
+    MANAGER_LEAVES,
+    Admit,
+    ManagerView,
+    Phase,
+    Placement,
+    Reject,
+    ReplicaSnapshot,
+    ReportAnswer,
+    Reservation,
+    Role,
+    SessionRequest,
+)
 from deployments.policy.allocator import Allocator
 
 _LATE_S = 0.01
 """A timer may fire a little early; it is set this much later than the deadline it watches."""
+ASK_AGAIN = Reject("the session manager is being replaced", 0.2, unavailable=True, code=MANAGER_LEAVES)
+
+LISTEN_S = 1.5
+"""A replica reports every second, and what it could not tell while there was no manager it tells at once."""
 
 
 class SessionManager:
     """Answers `open` with where a session goes; is told what became of it, and how the replicas are.
 
-    `clock`: seconds, monotonic. `rng`: decides between equals. All methods run on one event loop.
+    `clock`: seconds, monotonic. `rng`: decides between equals. `listen_s`: seconds from the first call on in which it
+    only listens, so that a restarted one knows the fleet and what runs on it before it places anything; replicas report
+    every second. All methods run on one event loop.
     """
 
     def __init__(
@@ -36,10 +55,15 @@ class SessionManager:
         config: BatonConfig,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        listen_s: float = 0.0,
     ) -> None:
-        self._clock = clock
+        self._clock, self._began_s, self._stale_s = clock, clock(), config.placement.snapshot_stale_s
+        self._overcommit = config.placement.overcommit
+        self._life, self._listen_s = secrets.token_hex(8), listen_s
+        self._listens_until_s: float | None = None
         self._allocator = Allocator(config, rng or random.Random())
         self._waiting: dict[str, asyncio.Future[Admit | Reject]] = {}
+        self._is_leaving = False
         self._modes: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
         self._outcomes: Counter[str] = Counter()
@@ -51,11 +75,22 @@ class SessionManager:
         Opening the session again gives it a new epoch. A cancelled caller leaves nothing behind. Raises
         ValueError when the session is waiting already, or allows no mode.
         """
+        if self._is_leaving:
+            return ASK_AGAIN
+        await self._listened()
         decision = self._allocator.open(request, self._clock())
         if decision is None:
             return await self._wait(request.session_id)
         self._tell()
         return self._counted(decision)
+
+    def leave(self) -> None:
+        """Another manager takes over: whoever waits here is to ask again, there. What is placed stays as it is."""
+        self._is_leaving = True
+        for session_id, answer in self._waiting.items():
+            if not answer.done():
+                self._allocator.abandon(session_id)
+                answer.set_result(ASK_AGAIN)
 
     async def prefill_done(self, session_id: str, epoch: int) -> None:
         """The prompt is computed; idempotent. Its prefill replica has that much less to do."""
@@ -77,15 +112,25 @@ class SessionManager:
         self._tell()
 
     async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
-        """A replica's load, every 100 ms and on change. Answers with its peers when it does not know them."""
+        """A replica's load, every 100 ms and on change.
+
+        Answers with its peers when it does not know them, and with the sessions that it is to let go. One that only
+        listens yet does not know all replicas, and names none: those it left out would be forgotten.
+        """
         now_s = self._clock()
         missed = self._allocator.report(snapshot, now_s)
+        for part in snapshot.finished:
+            if part.orphaned:
+                closed = self._allocator.close(part.session_id, part.epoch, "orphaned", now_s)
+                self._count("orphaned", int(closed))
         self._count("expired", len(self._allocator.sweep(now_s)))
         self._tell()
-        if snapshot.info is None:
-            return ReportAnswer()
+        if snapshot.info is None or self._listens_s() > 0:
+            return ReportAnswer(resync=missed, hold=snapshot.phase is Phase.LOADING)
         peers = self._allocator.fleet.peers(snapshot.info)
-        return ReportAnswer(peers if peers.version != snapshot.peers_version else None, missed)
+        news = peers if peers.version != snapshot.peers_version else None
+        hold = snapshot.phase is Phase.LOADING and self._allocator.fleet.is_out_of_step(snapshot.info, now_s)
+        return ReportAnswer(news, missed, hold, self._allocator.let_go(snapshot, now_s))
 
     async def lost(self, replica_id: str, gone: bool = False) -> None:
         """A session was lost on a replica: nothing is placed on it for a while, and until it reports again.
@@ -96,8 +141,32 @@ class SessionManager:
         self._tell()
 
     async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
-        """Those of these replicas that have not reported for `snapshot_stale_s`, or are not known at all."""
-        return self._allocator.fleet.silent(replica_ids, self._clock())
+        """Those of these replicas that have not reported for `snapshot_stale_s`, or are not known at all.
+
+        A manager that has just begun knows nobody yet, and calls nobody silent.
+        """
+        now_s = self._clock()
+        has_listened = now_s - self._began_s >= self._stale_s
+        return self._allocator.fleet.silent(replica_ids, now_s) if has_listened else ()
+
+    async def view(self, after_s: float = 0.0) -> ManagerView:
+        """What an ingress needs to place sessions while this manager is away. Answers after so many seconds: a call
+        that is open breaks at once when the manager dies.
+        """
+        await asyncio.sleep(after_s)
+        await self._listened()
+        now_s = self._clock()
+        shut, ready = self._allocator.breakers.shut(now_s), self._allocator.fleet.view(now_s).ready
+        snapshots = (self._summed(view, now_s) for view in ready if view.info.replica_id not in shut)
+        return ManagerView(self._life, tuple(snapshots))
+
+    async def adopt(self, placement: Placement, prompt_tokens: int, prefilling: bool) -> None:
+        """Count a session that somebody else has placed; it must be closed like all others. Raises ValueError when it
+        is known here.
+        """
+        self._allocator.fleet.promise(placement, prompt_tokens, self._clock())
+        if not prefilling:
+            await self.prefill_done(placement.session_id, placement.epoch)
 
     async def ready(self) -> dict[str, Any]:
         """Whether every pool of the configuration has a replica to place on, and every replica's phase.
@@ -143,6 +212,31 @@ class SessionManager:
 
     async def check_health(self) -> None:
         """Serve calls this: an answer shows that the event loop runs. Nothing else here can break."""
+
+    def _summed(self, view: ReplicaView, now_s: float) -> ReplicaSnapshot:
+        info = view.info
+        capacity = int(info.total_blocks * self._overcommit) if info.role is Role.DECODE else info.total_blocks
+        held = Reservation(
+            blocks=capacity - view.free_blocks,
+            expected_blocks=view.expected_blocks,
+            held_tokens=int(view.held_tokens),
+            prefill_tokens=view.backlog_tokens,
+            prefill_s=max(0.0, view.busy_until_s - now_s),
+        )
+        return ReplicaSnapshot(
+            info.replica_id, 1, Phase.READY, info, running=view.sessions, sessions=("",), reservations=(held,)
+        )
+
+    def _listens_s(self) -> float:
+        """For how long it only listens yet."""
+        now_s = self._clock()
+        if self._listens_until_s is None:
+            self._listens_until_s = now_s + self._listen_s
+        return self._listens_until_s - now_s
+
+    async def _listened(self) -> None:
+        if (left_s := self._listens_s()) > 0:
+            await asyncio.sleep(left_s)
 
     async def _wait(self, session_id: str) -> Admit | Reject:
         answer: asyncio.Future[Admit | Reject] = asyncio.get_running_loop().create_future()

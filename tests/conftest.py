@@ -7,10 +7,30 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 SETTLE_S = 5.0
+ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/test_transfer_bench.py")
+
+
+class Lines(LoadScopeScheduling):  # type: ignore[misc]
+    """The two lines that `make test` runs side by side: engines, one group of them at a time, and what has none."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "engines" if nodeid.startswith(ENGINES) else "no engines"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lines | None:
+    return Lines(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("engine") and not item.nodeid.startswith(ENGINES):
+            raise pytest.UsageError(f"{item.nodeid} starts engines, so it belongs into one of {ENGINES}")
 
 
 def _threads() -> set[threading.Thread]:

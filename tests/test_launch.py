@@ -22,6 +22,7 @@ from app import launch
 from app.launch_config import (
     LaunchError,
     base_url,
+    cpus_needed,
     curl_line,
     load_config,
     model_of,
@@ -30,6 +31,7 @@ from app.launch_config import (
 )
 from app.local_ray import RayPorts, descendants, port_answers, port_is_free, start_command
 from app.serve_api import ServeApi, ServeApiError, progress
+from configs.schema import BatonConfig
 
 ARGUMENTS = {"prefill": {"engine": {"kind": "mock"}}, "decode": {"main": {"engine": {"kind": "mock"}}}}
 
@@ -160,6 +162,36 @@ def test_the_serve_client_reports_refusals_and_silence() -> None:
         api.details()
 
 
+def test_an_application_is_taken_away_before_serve_is_shut_down() -> None:
+    looks = iter([{"baton": {}}, {"baton": {}}, {}])
+    asked: list[tuple[str, bytes]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.content))
+        return httpx.Response(200, json={"applications": next(looks)} if request.method == "GET" else {})
+
+    api = ServeApi("http://dashboard", transport=httpx.MockTransport(answer))
+    assert api.remove({"http_options": {"port": 1}, "applications": [{"name": "baton"}]}, 30.0)
+    assert json.loads(asked[0][1]) == {"http_options": {"port": 1}, "applications": []}
+    assert [method for method, _ in asked] == ["PUT", "GET", "GET", "GET"]
+    looks = iter([{"baton": {}}])
+    assert not api.remove({}, -1.0)
+
+
+def test_an_update_has_logical_cpus_for_successors() -> None:
+    def needed(**prefill: Any) -> int:
+        pool = {"engine": {"kind": "mock"}}
+        return cpus_needed(
+            BatonConfig.model_validate(
+                {"prefill": {"resources": {"num_cpus": 4}, **pool, **prefill}, "decode": {"d": pool}}
+            )
+        )
+
+    assert needed(surge_percent=0) == 4 + 2 + 1 + 1
+    assert needed() == needed(surge_percent=100) == 2 * 4 + 2 + 1 + 1
+    assert needed(replicas=5) == (5 + 2) * 4 + 2 + 1 + 1
+
+
 def test_a_dashboard_that_wants_a_token_is_not_waited_for() -> None:
     api = ServeApi("http://dashboard", transport=httpx.MockTransport(lambda request: httpx.Response(401)))
     with pytest.raises(ServeApiError, match="token authentication"):
@@ -225,6 +257,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["stop", "stalled", "kill"])
 def test_no_process_of_ray_survives(tmp_path: Path, way: str) -> None:
     owner = [sys.executable, "-c", _OWNER, str(tmp_path / "log"), way]

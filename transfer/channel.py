@@ -68,16 +68,16 @@ class Channel:
 
     # ---- called by the engine's thread
 
-    def meet(self, prefills: list[list[str]]) -> None:
-        """Decode: the prefill replicas that there are, each the endpoints of its workers by rank.
+    def meet(self, writers: list[list[str]]) -> None:
+        """Decode: the replicas that may write to us, each the endpoints of its workers by rank; we may be among them.
 
         New ones are connected to, so that the first request need not; those that are no more are let go.
         """
-        self._do(lambda: self._decode.meet(prefills))
+        self._do(lambda: self._decode.meet(writers))
 
-    def keep(self, decodes: list[list[str]]) -> None:
-        """Prefill: the decode replicas that there are. Those that were and are no more are forgotten."""
-        self._do(lambda: self._prefill.keep(decodes))
+    def keep(self, readers: list[list[str]]) -> None:
+        """Prefill: the replicas that we may write to. Those that were and are no more are forgotten."""
+        self._do(lambda: self._prefill.keep(readers))
 
     def offer(
         self, key: Key, request_id: str, peers: list[str], first_block: int, blocks: list[int], needs_token: bool

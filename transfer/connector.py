@@ -1,4 +1,5 @@
-"""The vLLM KV connector: an adapter from vLLM's hooks to the channel. The only file here that imports vllm.
+"""The vLLM KV connector: an adapter from vLLM's hooks to the channel. With `answered.py` and
+`partial_blocks.py`, what imports vllm here.
 
 vLLM builds it twice: in the engine core's process (scheduler side: who hands what over, by block id) and in each
 worker's process (worker side: the channel). The two talk by vLLM's connector metadata, once per step.
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
+from transfer.answered import AnsweredRequests, answered, count_answered
 from transfer.blocks import blocks_for
 from transfer.channel import Channel
 from transfer.control import FirstToken, Seal
@@ -36,6 +38,7 @@ from transfer.lifeline import die_with_parent
 from transfer.nixl_channel import NixlPlane
 from transfer.outbox import Key, Results
 from transfer.pacing import Limits
+from transfer.partial_blocks import PartialBlocks
 from transfer.prefill_side import Chunk
 from transfer.rest import Rest
 from transfer.step_clock import StepClock
@@ -86,13 +89,17 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """From a worker back to the scheduler side: first tokens by request id."""
+    """From a worker back to the scheduler side: first tokens by request id, and news of the decode replicas.
+
+    `decodes`: the endpoints of their first workers; None: no news.
+    """
 
     tokens: dict[str, int]
+    decodes: tuple[str, ...] | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.tokens | other.tokens)
+        return WorkerMetadata(self.tokens | other.tokens, self.decodes if other.decodes is None else other.decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._tokens = TokenSender(Seal(self._extra["secret"]))
             self._rest = Rest()
             self._clock = StepClock()
+            self._answered = AnsweredRequests()
             self._pending = StepMetadata()
             self._prefills: dict[str, Request] = {}
             self._offer_due: dict[str, float] = {}
@@ -136,22 +144,30 @@ class BatonConnector(KVConnectorBase_V1):
             self._channel: Channel | None = None
             self._layers: dict[str, int] = {}
             self._arrived: dict[str, int] = {}
+            count_answered(vllm_config)
+            self._decodes: tuple[str, ...] | None = None
 
     # ---- scheduler side
+
+    def on_new_request(self, request: Request) -> None:
+        self._answered.begin(request)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         _take_ascending(kv_cache_manager.block_pool)
+        self._partial_blocks = PartialBlocks(kv_cache_manager)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         part = _part(request)
+        if not self._answered.is_ready(request):
+            return None, False
         if part is None:
             return 0, False
         if part.role == "prefill":
             return (None if self._awaits_offer(request, part) else 0), False
         if request.request_id in self._offered:
             return 0, False  # a request that was preempted after its handoff is recomputed here
-        missing = request.num_prompt_tokens - num_computed_tokens
+        missing = _handed_over(request) - num_computed_tokens
         return (missing, True) if missing > 0 else (0, False)
 
     def _awaits_offer(self, request: Request, part: _Part) -> bool:
@@ -169,8 +185,8 @@ class BatonConnector(KVConnectorBase_V1):
             self._offer_due.pop(request.request_id, None)
             self._prefills[request.request_id] = request
         elif num_external_tokens:
-            first = (request.num_prompt_tokens - num_external_tokens) // self._block_size
-            end = blocks_for(request.num_prompt_tokens, self._block_size)
+            first = (_handed_over(request) - num_external_tokens) // self._block_size
+            end = blocks_for(_handed_over(request), self._block_size)
             offered = list(blocks.get_block_ids()[0][first:end])
             offering = Offering(part.key, request.request_id, part.peers, first, offered)
             self._pending.offers.append(offering)
@@ -185,7 +201,7 @@ class BatonConnector(KVConnectorBase_V1):
                 metadata.preempted.append(_the_part(request).key)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self._prefills.get(request_id)
-            if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
+            if request is None or request.num_computed_tokens >= (total := _handed_over(request)):
                 continue
             assert self._kv_cache_manager is not None
             part = _the_part(request)
@@ -193,8 +209,8 @@ class BatonConnector(KVConnectorBase_V1):
                 Chunk(
                     part.key,
                     request_id,
-                    min(request.num_computed_tokens + scheduled, request.num_prompt_tokens),
-                    request.num_prompt_tokens,
+                    min(request.num_computed_tokens + scheduled, total),
+                    total,
                     tuple(self._kv_cache_manager.get_block_ids(request_id)[0]),
                     len(part.peers),
                 )
@@ -220,6 +236,8 @@ class BatonConnector(KVConnectorBase_V1):
             self._rest.wait(lambda: channel.has_news, REST_S)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if request.status is RequestStatus.FINISHED_ABORTED and _has_sampled(request):
+            self._partial_blocks.keep(request)  # a session that was let go comes back, to be handed over
         part = _part(request)
         if part is None:
             return False, None
@@ -228,7 +246,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._offer_due.pop(request.request_id, None)
             done = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
             if done:
-                token = FirstToken(*part.key, request.output_token_ids[0])
+                token = FirstToken(*part.key, request.output_token_ids[-1])
                 self._tokens.send(part.peers[0], token)
             self._pending.ended.append((part.key, request.request_id, done, len(part.peers)))
             return True, None
@@ -244,11 +262,13 @@ class BatonConnector(KVConnectorBase_V1):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):  # rank 0 may be steps ahead of the last rank to have its KV
             self._first_tokens |= {rid: token for rid, token in metadata.tokens.items() if rid in self._awaiting}
+            if metadata.decodes is not None:
+                self._tokens.keep(metadata.decodes)
         for request_id in connector_output.finished_recving or ():
             token = self._first_tokens.pop(request_id, None)
             request = self._awaiting.pop(request_id, None)
             if request is not None and token is not None:
-                _continue_from(request, token)
+                self._answered.go_on(request, token)
 
     # ---- worker side
 
@@ -279,6 +299,11 @@ class BatonConnector(KVConnectorBase_V1):
         if self._channel is None:
             raise RuntimeError("the KV caches are not registered yet")
         return self._channel
+
+    def keep(self, decodes: list[list[str]]) -> None:
+        """The decode replicas that there are. Others are forgotten, on the scheduler side with the next step."""
+        self.channel.keep(decodes)
+        self._decodes = tuple(workers[0] for workers in decodes)
 
     @property
     def _rank(self) -> int:
@@ -332,7 +357,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         tokens, self._arrived = self._arrived, {}
-        return WorkerMetadata(tokens) if tokens else None
+        decodes, self._decodes = self._decodes, None
+        return WorkerMetadata(tokens, decodes) if tokens or decodes is not None else None
 
     def shutdown(self) -> None:
         if self._role is KVConnectorRole.SCHEDULER:
@@ -354,9 +380,14 @@ class WorkerExtension:
         return _connector().channel.address
 
     def baton_meet(self, role: str, peers: list[list[str]]) -> None:
-        """The replicas of the other role that there are, each its workers' endpoints by rank."""
-        channel = _connector().channel
-        (channel.keep if role == "prefill" else channel.meet)(peers)
+        """The replicas that this one exchanges KV with, each its workers' endpoints by rank.
+
+        Prefill writes only; decode is written to, and writes what it moves to another decode replica.
+        """
+        connector = _connector()
+        connector.keep(peers)
+        if role == "decode":
+            connector.channel.meet(peers)
 
     def baton_counters(self) -> dict[str, float]:
         """The counters of this worker's channel."""
@@ -389,13 +420,14 @@ def _take_ascending(pool: BlockPool) -> None:
     pool.get_new_blocks = lambda count: sorted(take(count), key=lambda block: block.block_id)
 
 
-def _continue_from(request: Request, token: int) -> None:
-    """Make prefill's token the last of the prompt: decode begins with computing it, and recomputes nothing."""
-    assert request.prompt_token_ids is not None
-    request.prompt_token_ids.append(token)
-    request._all_token_ids.append(token)
-    request.num_prompt_tokens += 1
-    request.update_block_hashes()
+def _has_sampled(request: Request) -> bool:
+    """Whether this engine has given a token of the answer, and so had the KV of all those before."""
+    return int(request.num_output_tokens) > len(answered(request.sampling_params))
+
+
+def _handed_over(request: Request) -> int:
+    """The tokens whose KV moves, while it does: the prompt and what was answered before."""
+    return int(request.num_prompt_tokens) + len(answered(request.sampling_params))
 
 
 def kv_layout(

@@ -56,8 +56,8 @@ class DecodeSide:
         self._active_until = max(self._active_until, time.monotonic() + NUDGE_S)
 
     def meet(self, peers: list[list[str]]) -> None:
-        """The prefill replicas that there are, each its workers' endpoints: connect to new ones, let others go."""
-        wanted = {endpoint for workers in peers for endpoint in self._sources(workers)}
+        """The replicas that may write here, each its workers' endpoints: connect to new ones, let others go."""
+        wanted = {endpoint for workers in peers for endpoint in self._sources(workers)} - {self._endpoint.address}
         busy = {endpoint for receiving in self._receiving.values() for endpoint in receiving.endpoints}
         for endpoint in self._endpoint.peers - wanted - busy:
             self._endpoint.disconnect(endpoint)

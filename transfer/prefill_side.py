@@ -227,7 +227,7 @@ class PrefillSide:
         self._endpoint.send(sender, control.Refused(reason[: control.REASON_CHARS]))
 
     def keep(self, peers: list[list[str]]) -> None:
-        """The decode replicas that there are, each the endpoints of its workers: forget those that were and are not."""
+        """The replicas that there are, each the endpoints of its workers: forget those that were and are not."""
         now_listed = {endpoint for workers in peers for endpoint in workers}
         gone, self._listed = self._listed - now_listed, now_listed
         busy = {reader.peer for writing in self._writing.values() for reader in writing.readers.values()}

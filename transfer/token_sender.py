@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Collection
 
 import zmq
 
@@ -18,14 +19,24 @@ RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
 class TokenSender:
     """Sends sealed messages to decode workers' endpoints. One thread only.
 
-    The `connections` used last are kept open. A worker that is gone is tried again ever more seldom, and is forgotten
-    when others have taken its place.
+    The `connections` used last are kept open. A worker that is gone is tried again ever more seldom, until `keep` is
+    told so, or others have taken its place.
     """
 
     def __init__(self, seal: Seal, connections: int = CONNECTIONS) -> None:
         self._seal, self._connections = seal, connections
         self._context = zmq.Context()
         self._sockets: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
+        self._known: set[str] = set()
+
+    def keep(self, addresses: Collection[str]) -> None:
+        """The workers that there are: connections to those that were and are no more are closed.
+
+        One that is not listed yet may be new, and is let go the next time.
+        """
+        for address in (self._sockets.keys() - set(addresses)) & self._known:
+            self._sockets.pop(address).close()
+        self._known = {*addresses, *self._sockets}
 
     def send(self, address: str, message: FirstToken) -> None:
         """Send without waiting; what cannot be delivered is lost, and decode's deadline speaks."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from transfer.token_sender import TokenSender
 
 POLL_S = 0.002  # the channel does not wake an asyncio loop: ask it, while it has something to tell
 QUIET_WAIT_S = 30.0
+IDLE_TOKEN = 1000  # of an engine that computes nothing: an ordinary word
 
 
 class MockEngine:
@@ -103,11 +105,10 @@ class MockEngine:
             request = decode_request(frames)
         except msgspec.DecodeError as error:
             raise EngineError(f"not a request of token ids: {error}") from error
-        if not 0 < len(request.prompt_token_ids) < self._max_model_len:
-            raise EngineError(f"a prompt of {len(request.prompt_token_ids)} tokens, of {self._max_model_len}")
-        if request.handoff is not None and request.handoff.role != self._role:
-            raise EngineError(f"a {request.handoff.role} request on a {self._role} replica")
-        self._inbox.append(Sequence(request, list(request.prompt_token_ids)))
+        sequence = Sequence.of(request)
+        if not 0 < sequence.prompt_tokens < self._max_model_len:
+            raise EngineError(f"a prompt of {sequence.prompt_tokens} tokens, of {self._max_model_len}")
+        self._inbox.append(sequence)
         self._wake.set()
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -126,9 +127,11 @@ class MockEngine:
         return encode_outputs(payloads)
 
     async def meet(self, peers: Many[tuple[str, ...]]) -> None:
-        channel = self._channel
-        told = channel.keep if self._role is Role.PREFILL else channel.meet
-        told([list(workers) for workers in peers])
+        listed = [list(workers) for workers in peers]
+        self._channel.keep(listed)
+        self._tokens.keep([workers[0] for workers in peers])
+        if self._role is Role.DECODE:
+            self._channel.meet(listed)
 
     def cache_change(self, whole: bool) -> CacheChange | None:
         return self._cache.change(whole)
@@ -192,20 +195,23 @@ class MockEngine:
         return [sequence.output([], FinishReason.ERROR) for sequence in failed if not sequence.is_over]
 
     def _loaded(self, sequence: Sequence, token: int | None) -> None:
-        """The prompt's KV is here: go on behind it, with prefill's token as the last of the prompt."""
+        """The prompt's KV is here: go on behind it, with prefill's token as the first of the answer."""
         if sequence.is_over:
             return
         assert token is not None, "the only rank carries the first token"
         sequence.computed = sequence.prompt_tokens
-        sequence.chain = int(self._memory.prefix_hashes(0, sequence.tokens, 0)[-1])
+        if self._config.computes:
+            sequence.chain = int(self._memory.prefix_hashes(0, sequence.tokens, 0)[-1])
         sequence.tokens.append(token)
+        sequence.generated += 1
         self._counts["loaded_tokens"] += sequence.prompt_tokens
 
     async def _execute(self, plan: Plan) -> tuple[list[Output], tuple[StepSample, ...]]:
         keys = [s.request.handoff.key for s in plan.preempted if s.sends and s.request.handoff]
         if keys and not await asyncio.to_thread(self._channel.wait_quiet, keys, QUIET_WAIT_S):
             raise EngineError("writes of a preempted prefill did not end; its blocks cannot be reused safely")
-        self._memory.scrub(plan.fresh)
+        if self._config.computes:
+            self._memory.scrub(plan.fresh)
         for sequence in plan.offers:
             if handoff := sequence.request.handoff:
                 peers, blocks = list(handoff.peers), list(sequence.blocks)
@@ -220,15 +226,9 @@ class MockEngine:
 
     async def _compute(self, work: list[tuple[Sequence, int]]) -> None:
         """Write the step's KV at the configured pace, layer by layer where somebody waits for layers."""
-        memory, layers = self._memory, self._config.num_layers
-        hashes, slots = [], []
-        for sequence, count in work:
-            begin, end = sequence.computed, sequence.computed + count
-            hashes.append(memory.prefix_hashes(sequence.chain, sequence.tokens[begin:end], begin))
-            slots.append(memory.slots(sequence.blocks, begin, end))
-            sequence.chain = int(hashes[-1][-1])
+        layers = self._config.num_layers
+        write = self._layers_of(work) if self._config.computes else None
         chunks = [chunk for sequence, count in work if (chunk := sequence.chunk(count))]
-        step_hashes, step_slots = np.concatenate(hashes), np.concatenate(slots)
         prefill = sum(n for s, n in work if n > 1 or s.computed < s.prompt_tokens)
         step_s = self._config.step_s + prefill / self._config.prefill_tokens_per_s
         self._channel.begin_step(chunks)
@@ -237,9 +237,28 @@ class MockEngine:
         for layer in range(layers):
             if chunks:
                 await asyncio.sleep(step_s / layers)
-            memory.write(layer, step_slots, step_hashes)
+            if write is not None:
+                write(layer)
             self._channel.layer_saved(layer)
         self._channel.end_step()
+
+    def _layers_of(self, work: list[tuple[Sequence, int]]) -> Callable[[int], None]:
+        """What writes one layer of the step's KV."""
+        memory = self._memory
+        hashes, slots = [], []
+        for sequence, count in work:
+            begin, end = sequence.computed, sequence.computed + count
+            hashes.append(memory.prefix_hashes(sequence.chain, sequence.tokens[begin:end], begin))
+            slots.append(memory.slots(sequence.blocks, begin, end))
+            sequence.chain = int(hashes[-1][-1])
+        step_hashes, step_slots = np.concatenate(hashes), np.concatenate(slots)
+        return lambda layer: memory.write(layer, step_slots, step_hashes)
+
+    def _next_token(self, sequence: Sequence) -> int:
+        if not self._config.computes:
+            return IDLE_TOKEN
+        seed = sequence.request.sampling_params.seed or 0
+        return self._memory.next_token(sequence.blocks, sequence.computed, seed)
 
     def _advance(self, sequence: Sequence, count: int) -> Output | None:
         """Note what a step computed of a request, and sample when that was all there is."""
@@ -248,12 +267,11 @@ class MockEngine:
         self._counts["computed_tokens"] += min(sequence.computed, prompt) - min(before, prompt)
         if sequence.computed < len(sequence.tokens):
             return None
-        seed = sequence.request.sampling_params.seed or 0
-        token = sequence.allowed(self._memory.next_token(sequence.blocks, sequence.computed, seed))
+        token = sequence.allowed(self._next_token(sequence))
         output = sequence.append(token, self._max_model_len)
         self._counts["generated_tokens"] += 1
         handoff = sequence.request.handoff
-        if handoff is not None and sequence.sends and sequence.generated == 1:
+        if handoff is not None and sequence.sends and sequence.computed == prompt:
             self._tokens.send(handoff.peers[0], FirstToken(*handoff.key, token))
         if output.finished:
             self._scheduler.finish(sequence)

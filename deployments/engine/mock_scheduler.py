@@ -112,7 +112,7 @@ class MockScheduler:
         plan = Plan()
         budget = self._config.max_num_batched_tokens
         for sequence in list(self.running):
-            if budget and sequence in self.running:
+            if budget and sequence not in plan.preempted:
                 count = min(budget, len(sequence.tokens) - sequence.computed)
                 if self._grow(sequence, sequence.computed + count, plan):
                     plan.work.append((sequence, count))

@@ -11,7 +11,10 @@ from transfer.prefill_side import Chunk
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens`: prompt and answer, of which the first `computed` have KV in `blocks`; `chain`: their hash."""
+    """`tokens`: prompt and answer, of which the first `computed` have KV in `blocks`; `chain`: their hash.
+
+    `generated`: tokens of the answer, whoever sampled them.
+    """
 
     request: Request
     tokens: list[int]
@@ -22,13 +25,19 @@ class Sequence:
     has_loaded: bool = False
     is_over: bool = False
 
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        """A request that has just come."""
+        return cls(request, [*request.prompt_token_ids, *request.answered], generated=len(request.answered))
+
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+        """What there is to compute before the first token: the prompt, and what was answered elsewhere."""
+        return len(self.request.prompt_token_ids) + len(self.request.answered)
 
     @property
     def sends(self) -> bool:

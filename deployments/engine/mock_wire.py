@@ -46,6 +46,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
 class ExtraArgs(msgspec.Struct, frozen=True):
     kv_transfer_params: KVTransferParams | None = None
+    baton_answered: list[int] = []
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -73,6 +74,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     def handoff(self) -> Handoff | None:
         extra = self.sampling_params.extra_args
         return extra.kv_transfer_params.baton if extra and extra.kv_transfer_params else None
+
+    @property
+    def answered(self) -> list[int]:
+        """The tokens of its answer that another engine sampled, as `transfer/answered.py` reads them."""
+        extra = self.sampling_params.extra_args
+        return extra.baton_answered if extra else []
 
 
 class OutputStruct(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -84,7 +84,7 @@ class Engine(Protocol):
         """Encode outputs of one step as the frames of an EngineCoreOutputs message."""
 
     async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
-        """The replicas of the other role that there are, each the endpoints of its workers by rank.
+        """The replicas that this one may exchange KV with, each the endpoints of its workers by rank.
 
         Connections to new ones are made now instead of at the first request, and what is gone is forgotten.
         """

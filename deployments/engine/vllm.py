@@ -1,6 +1,6 @@
 """A real engine core: vLLM's V1 engine core in processes of its own, without a frontend.
 
-One of the five files that import vllm. What it relies on is checked by tests/deployments/engine/test_vllm_contract.py.
+One of the seven files that import vllm. What it relies on is checked by tests/deployments/engine/test_vllm_contract.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.version import __version__ as vllm_version
 
@@ -42,6 +43,7 @@ from deployments.engine.kv_events import KVEvents
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.latency import ModelShape, roofline
+from transfer.answered import AnsweredRequests, count_answered
 from transfer.lifeline import die_with_parent
 from transfer.step_clock import StepClock
 
@@ -177,6 +179,8 @@ class VllmEngine:
             "dtype": self._model.dtype,
             "kv_cache_dtype": str(self._config.engine_args.get("kv_cache_dtype", "auto")),
             "block_size": str(self._config.block_size),
+            "revision": str(self._config.engine_args.get("revision")),
+            "channel": self._channel.kind,
             "vllm": vllm_version,
         }
         checkpoint = Path(self._model_path) / "config.json"
@@ -399,9 +403,22 @@ class NixlConnector(NixlPullConnector):
             # the model's; without the thread, transfers progress in the engine's steps, which go on while one is open.
             base_worker.nixl_agent_config = functools.partial(base_worker.nixl_agent_config, enable_prog_thread=False)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._clock = StepClock()  # of the scheduler's half
+        if role is KVConnectorRole.SCHEDULER:
+            self._clock, self._answered = StepClock(), AnsweredRequests()
+        else:
+            count_answered(vllm_config)
         # On CPU vLLM has just pinned this thread, the one that computes the model, to the node's last core.
         os.sched_setaffinity(0, cores)
+
+    def on_new_request(self, request: Request) -> None:
+        self._answered.begin(request)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not self._answered.is_ready(request):
+            return None, False
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return matched
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._clock.begin(scheduler_output, time.monotonic())

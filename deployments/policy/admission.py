@@ -5,6 +5,9 @@ met; those whose target has passed, and classes that promise nothing, follow in 
 served one is due: the first of the class that is furthest behind its weight's share of all turns. It is tried before
 anybody else until it is served, so no class starves. Within a class clients share fairly (`line.py`).
 
+Sessions that are placed again, some in the middle of their answers, go before all of these, and the room is never full
+for them: they were admitted once, and there are no more of them than were.
+
 A request that cannot be placed now does not hold up later ones that can. So that small requests cannot starve a
 large one for ever, a request that has waited half of the time it has claims a decode replica, the one that is nearest
 to having room for it: those behind it are placed on the others only, and the claimed one empties out. (Claims on all
@@ -86,6 +89,7 @@ class WaitingRoom:
         self._classes = classes or PriorityClasses()
         self._queues = {name: _Class(self._classes.resolve(name)) for name in self._classes.names}
         self._waiters: dict[str, Waiter] = {}  # in order of arrival
+        self._again: dict[str, Waiter] = {}  # those of them that are placed again
         self._arrived = 0
         self._turns = 0.0
         self._by_rank = 0
@@ -107,15 +111,9 @@ class WaitingRoom:
         if request.session_id in self._waiters:
             raise ValueError(f"session {request.session_id} is waiting already")
         queue = self._queues[self._classes.resolve(request.priority).name]
-        limit = queue.priority.max_queued
-        if limit is not None and len(queue.line) >= limit:
-            return self._full(f"{limit} requests of class {queue.priority.name} are waiting already", now_s)
-        displaced = None
-        if len(self._waiters) >= self._max_requests:
-            least = self._least_below(queue.priority)
-            if least is None:
-                return self._full(f"{len(self._waiters)} requests are waiting already", now_s)
-            displaced = self._displace(least, queue.priority, now_s)
+        displaced = self._make_room(queue, now_s) if request.attempt == 1 else None
+        if isinstance(displaced, Reject):
+            return displaced
         self._seat(request, queue, now_s, request.max_tokens if output_tokens is None else output_tokens)
         return Entered(displaced)
 
@@ -196,6 +194,18 @@ class WaitingRoom:
         """How many wait, by class."""
         return {name: len(queue.line) for name, queue in self._queues.items()}
 
+    def _make_room(self, queue: _Class, now_s: float) -> Called | Reject | None:
+        """Room for one more of a class: who has to leave for it, if anybody; or that there is none."""
+        limit = queue.priority.max_queued
+        if limit is not None and len(queue.line) >= limit:
+            return self._full(f"{limit} requests of class {queue.priority.name} are waiting already", now_s)
+        if len(self._waiters) < self._max_requests:
+            return None
+        least = self._least_below(queue.priority)
+        if least is None:
+            return self._full(f"{len(self._waiters)} requests are waiting already", now_s)
+        return self._displace(least, queue.priority, now_s)
+
     def _seat(self, request: SessionRequest, queue: _Class, now_s: float, output_tokens: float) -> None:
         if not queue.line:
             queue.turns = max(queue.turns, self._turns)
@@ -204,6 +214,8 @@ class WaitingRoom:
         tokens = request.prompt_tokens + output_tokens
         waiter = Waiter(request, queue.priority, self._arrived, now_s, target_s, tokens)
         self._waiters[request.session_id] = waiter
+        if request.attempt > 1:
+            self._again[request.session_id] = waiter
         queue.line.join(waiter)
 
     def _target_s(self, priority: PriorityClass, now_s: float) -> float:
@@ -211,6 +223,11 @@ class WaitingRoom:
 
     def _in_order(self, now_s: float) -> Iterator[Waiter]:
         """Whom to try, and in which order. Nobody may come or go meanwhile."""
+        yield from islice(self._again.values(), OVERTAKING_DEPTH)
+        yield from (waiter for waiter in self._in_turn(now_s) if waiter.request.attempt == 1)
+
+    def _in_turn(self, now_s: float) -> Iterator[Waiter]:
+        """By class."""
         waiting = [queue for queue in self._queues.values() if queue.line]
         if self._due is None and waiting and self._by_rank >= TURNS_BY_RANK:
             self._due = next(min(waiting, key=lambda queue: queue.after_next).line.in_order())
@@ -232,16 +249,20 @@ class WaitingRoom:
 
     def _take_out(self, waiter: Waiter, served: bool = False) -> None:
         del self._waiters[waiter.request.session_id]
+        self._again.pop(waiter.request.session_id, None)
         self._queues[waiter.priority.name].line.leave(waiter, served)
         if waiter is self._due:
             self._due = None
 
     def _least_below(self, priority: PriorityClass) -> Waiter | None:
-        """The newest waiter of the highest rank over that of `priority`, except the one that is due."""
+        """The newest waiter of the highest rank over that of `priority`, but none that is due or placed again."""
         below = [queue.line for queue in self._queues.values() if queue.priority.rank > priority.rank]
-        newest = (next((waiter for waiter in line.newest() if waiter is not self._due), None) for line in below)
+        newest = (next(filter(self._may_leave, line.newest()), None) for line in below)
         waiters = [waiter for waiter in newest if waiter is not None]
         return max(waiters, key=lambda waiter: (waiter.priority.rank, waiter.number), default=None)
+
+    def _may_leave(self, waiter: Waiter) -> bool:
+        return waiter is not self._due and waiter.request.attempt == 1
 
     def _displace(self, waiter: Waiter, by: PriorityClass, now_s: float) -> Called:
         retry_after_s = self.retry_after_s(now_s)

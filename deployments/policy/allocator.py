@@ -35,9 +35,10 @@ from deployments.policy.latency import Coefficients, StepModel
 from deployments.policy.length import LengthPredictor
 from deployments.policy.objectives import verdict
 from deployments.policy.outlook import Knowledge, Limits
-from deployments.policy.placement import PlacementSettings, claimed, place
+from deployments.policy.placement import PlacementSettings, claimed, place, takes
 from deployments.policy.policies import POLICIES
 from deployments.policy.prefix_index import PrefixIndex
+from deployments.policy.relief import REST, Relief, Running, let_go, room_of
 from deployments.policy.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
 
 CLOSED = "the session was closed before it could be opened"
@@ -114,7 +115,6 @@ class Allocator:
         self.index = PrefixIndex()
         self.lengths = LengthPredictor()
         self.models: dict[str, StepModel] = {}
-        self._known_pools: set[str] = set()
         self._coefficients: dict[str, Coefficients] = {}
         self._learned_s = -LEARN_EVERY_S
         self._link_bytes_per_s = config.channel.link_bytes_per_s
@@ -124,6 +124,7 @@ class Allocator:
         self._left: dict[str, float] = {}
         self._retries = RetryBudget()
         self.breakers = Breakers()
+        self.relief = Relief(placement.snapshot_interval_s)
         self._flow = _Flow()
         self._swept_s = 0.0
 
@@ -145,13 +146,14 @@ class Allocator:
             return Reject(CLOSED)
         if request.attempt == 1:
             self._retries.opened(now_s)
-        elif not self._retries.take(now_s, len(self._sessions)):
+        elif not request.leaving and not request.progressed and not self._may_retry(now_s):
             return Reject("too many sessions are placed again", RETRY_AFTER_S, unavailable=True, code=RETRY_BUDGET)
         session = _Session(request, self._knowledge(request), now_s)
-        if not self.room:
-            decision = self._decide(session, self._live(now_s), now_s)
+        if not self.room or request.leaving:  # who is moved gives up what it has: it need not stand in line
+            decision = self._decide(session, self._live(now_s, moving=bool(request.leaving)), now_s)
             if not isinstance(decision, Queue):
                 return self._settle(session, decision, now_s)
+            request = session.request = replace(request, leaving="")  # what it has left there will not wait for it
         elif (late := self._too_late(session, now_s)) is not None:
             return late
         entered = self.room.enter(request, now_s, session.knowledge.output_tokens or None)
@@ -162,6 +164,9 @@ class Allocator:
             self._answer(entered.displaced.request.session_id, entered.displaced.decision)
         self._dispatch(now_s)
         return self._answers.pop(request.session_id, None)
+
+    def _may_retry(self, now_s: float) -> bool:
+        return self._retries.take(now_s, max(len(self._sessions), len(self.fleet.promises())))
 
     def answers(self, now_s: float) -> list[tuple[str, Admit | Reject]]:
         """The answers to those who waited, each once. Call it after every event and at `next_deadline_s`."""
@@ -198,7 +203,7 @@ class Allocator:
         is_news = self.fleet.prefill_done(session_id, epoch, now_s)
         if is_news and self.breakers:
             for promise in self.fleet.promises_of(session_id):
-                self.breakers.succeeded((promise.placement.prefill or promise.placement.owner).replica_id)
+                self.breakers.succeeded(promise.placement.prefiller.replica_id)
         return is_news
 
     def close(self, session_id: str, epoch: int, outcome: str, now_s: float, output_tokens: int | None = None) -> bool:
@@ -232,17 +237,47 @@ class Allocator:
             model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else UNKNOWN)
         for sample in steps:
             model.observe(sample)
-        if info.prior or model.count >= TRUSTED_STEPS:
-            self._known_pools.add(info.pool)
+        if info.pool not in self._coefficients and (info.prior or model.count >= TRUSTED_STEPS):
+            self._coefficients = {**self._coefficients, info.pool: model.coefficients}
 
-    def _live(self, now_s: float) -> View:
-        """The fleet now. What was learned of steps is let in now and then, for it makes every row anew."""
-        is_news = len(self._coefficients) < len(self._known_pools)
-        if is_news or not self._learned_s <= now_s < self._learned_s + LEARN_EVERY_S:
+    def _live(self, now_s: float, moving: bool = False) -> View:
+        """The fleet now. What was learned of steps is let in now and then, for it makes every row anew.
+
+        `moving`: as a session sees it that is being moved.
+        """
+        if not self._learned_s <= now_s < self._learned_s + LEARN_EVERY_S:
             self._learned_s = now_s
-            known = {pool: self.models[pool].coefficients for pool in sorted(self._known_pools)}
+            known = {pool: self.models[pool].coefficients for pool in self._coefficients}
             self._coefficients = self._coefficients if known == self._coefficients else known
-        return self.fleet.live(now_s, self._coefficients, self.breakers.shut(now_s) if self.breakers else ())
+        view = self.fleet.live(now_s, self._coefficients, self.breakers.shut(now_s) if self.breakers else ())
+        barred = self.relief.pressed(now_s) if moving else self.relief.barred(now_s)
+        return view.without_room_on(barred) if barred else view
+
+    def let_go(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
+        """The sessions that a replica is to let go, because its blocks are running out and others have room."""
+        if not self._settings.moves or not snapshot.held_tokens or snapshot.info is None:
+            return ()
+        model = self.models.get(snapshot.info.pool)
+        steps = self.relief.steps(snapshot, model.coefficients if model else UNKNOWN)
+        if snapshot.info.role is not Role.DECODE or not self.relief.is_pressed(snapshot, steps, now_s):
+            return ()
+        snapshots, barred = self.fleet.snapshots(), {*self.relief.pressed(now_s), *self.breakers.shut(now_s)}
+        rooms = [
+            room_of(view, snapshots[view.info.replica_id], REST * steps)
+            for view in self.fleet.view(now_s).of(Role.DECODE)
+            if view.info.replica_id not in barred and view.info.fingerprint == snapshot.info.fingerprint
+        ]
+        moves = let_go(snapshot, rooms, steps, self._may_hold)
+        self.relief.keep(moves.values(), now_s)
+        return tuple(moves)
+
+    def _may_hold(self, running: Running, info: ReplicaInfo) -> bool:
+        session = self._sessions.get(running.session_id)
+        if session is None:
+            return True  # who placed it knows; where it goes is asked again then
+        whole = session.request.prompt_tokens + session.request.max_tokens
+        rest = replace(session.request, prompt_tokens=running.held_tokens, max_tokens=whole - running.held_tokens)
+        return takes(rest, info, self._settings.limits)
 
     def lost(self, replica_id: str, now_s: float, gone: bool = False) -> None:
         """A session was lost on a replica: nothing is placed on it for a while, and until it reports again.
@@ -394,20 +429,22 @@ class Allocator:
         if isinstance(decision, Reject):
             return decision
         request = session.request
-        epoch = self.fleet.next_epoch(request.session_id, now_s)
+        least = max(request.attempt, request.least_epoch)
+        epoch = self.fleet.next_epoch(request.session_id, now_s, least)
         placement = replace(decision.placement, epoch=epoch)
         self.fleet.promise(placement, request.prompt_tokens, now_s)
         self._sessions[request.session_id] = session
-        if self.breakers:
-            for replica_id in {placement.owner.replica_id, (placement.prefill or placement.owner).replica_id}:
-                self.breakers.placed(replica_id, now_s)
-        self._remember(request, placement, now_s)
+        self._remember(session, placement, now_s)
         return Admit(placement)
 
-    def _remember(self, request: SessionRequest, placement: Placement, now_s: float) -> None:
-        replicas = {placement.owner.replica_id, (placement.prefill or placement.owner).replica_id}
+    def _remember(self, session: _Session, placement: Placement, now_s: float) -> None:
+        request, hits = session.request, session.knowledge.hits
+        replicas = {placement.owner.replica_id, placement.prefiller.replica_id}
+        for replica_id in replicas if self.breakers else ():
+            self.breakers.placed(replica_id, now_s)
         if request.hashes:
-            self.index.expect(sorted(replicas), request.hashes, now_s)
+            known = min(hits.get(replica_id, 0) for replica_id in replicas)
+            self.index.expect(sorted(replicas), request.hashes, now_s, known)
         if request.affinity:
             self._pins[request.affinity] = frozenset(replicas)
             self._pins.move_to_end(request.affinity)
@@ -432,4 +469,5 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         prefill_queue_s=placement.prefill_queue_s,
         weights=placement.weights,
         limits=limits,
+        moves=config.channel.kind != "vllm",
     )

@@ -26,9 +26,6 @@ class ExpectedBlocks:
         self._blocks = 0
         self._concerned: Counter[int] = Counter()
 
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
     def __len__(self) -> int:
         """Expectations, of one block by one replica."""
         return sum(map(len, self._of.values()))
@@ -49,9 +46,7 @@ class ExpectedBlocks:
             return
         before = list(map(self._of.get, blocks))
         if any(before):
-            merged = {
-                id(old): new | {each: at_s for each, at_s in (old or {}).items() if each not in new} for old in before
-            }
+            merged = {key: new | _without(old, new) for key, old in {id(old): old for old in before}.items()}
             self._of.update(zip(blocks, [merged[id(old)] for old in before], strict=True))
         else:
             self._of.update(dict.fromkeys(blocks, new))
@@ -96,3 +91,7 @@ class ExpectedBlocks:
                     del expected[replica]
             if not expected:
                 del self._of[block]
+
+
+def _without(expected: _Replicas | None, replicas: _Replicas) -> _Replicas:
+    return {each: until_s for each, until_s in (expected or {}).items() if each not in replicas}

@@ -7,6 +7,8 @@ side are found by columns and only those are paired.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from deployments.fleet_view import Codes, Flags, Numbers
@@ -22,8 +24,6 @@ FULL = 0.98
 
 class Joint:
     """See the module. Chance decides between near-equals, in proportion to the free blocks that would be left."""
-
-    weighs_splitting = True
 
     def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
         decode, prefill = here.columns(Role.DECODE), here.columns(Role.PREFILL)
@@ -41,16 +41,26 @@ class Joint:
     def at_least(self, here: Field, role: Role, owners: Flags) -> float:
         """As if nothing stood before any of them, and the least loaded decoded fastest."""
         weights, sessions, decode_s = here.settings.weights, here.columns(role)["sessions"], _decode_s(here, role)
-        prefill_s, hits = here.outlook(role).least_prefill_s()
-        cost_s = (
-            float(decode_s[owners].min()) + (weights.ttft + weights.others * float(sessions[owners].min())) * prefill_s
-        )
-        for row, less_s in hits.items():
-            if owners[row]:
-                cost_s = min(
-                    cost_s, float(decode_s[row]) + (weights.ttft + weights.others * float(sessions[row])) * less_s
-                )
-        return cost_s - (weights.pin_s if here.knowledge.pinned else 0.0)
+        outlook = here.outlook(role)
+
+        def cost_s(decode_s: Any, sessions: Any, prefill_s: Any) -> Any:
+            return decode_s + (weights.ttft + weights.others * sessions) * prefill_s
+
+        least_s = float(cost_s(decode_s[owners].min(), sessions[owners].min(), outlook.uncached_prefill_s))
+        if outlook.hit_rows.size and (able := owners[outlook.hit_rows]).any():
+            rows = outlook.hit_rows[able]
+            with_hit_s = cost_s(decode_s[rows], sessions[rows], outlook.hit_prefill_s[able])
+            least_s = min(least_s, float(with_hit_s.min()))
+        return least_s - (weights.pin_s if here.knowledge.pinned else 0.0)
+
+    def target(self, here: Field, owners: Flags) -> int:
+        """What it costs to write the rest of the answer there, and to have moved there what its cache lacks."""
+        rows = np.flatnonzero(owners)
+        cost_s = _decode_s(here, Role.DECODE)[rows]
+        if here.knowledge.link_bytes_per_s:
+            moving_s = here.outlook(Role.DECODE).kv_bytes(rows) / here.knowledge.link_bytes_per_s
+            cost_s = cost_s + here.settings.weights.ttft * moving_s
+        return int(rows[_pick(here, cost_s, here.columns(Role.DECODE)["free_blocks"][rows])])
 
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
         """Prefill beside the running requests makes every one of them wait for it."""

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 
 from deployments.fleet_view import Codes, Columns, Numbers
 from deployments.messages import SessionRequest
+
+NO_ROWS: Codes = np.zeros(0, np.int64)
+NO_TOKENS: Numbers = np.zeros(0)
+TOKENS_BELOW = 1 << 32
+MANY = 16
+"""Hits, from which on it is looked for those that are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +56,32 @@ class Knowledge:
 class Outlook:
     """One request on every replica of a role. All columns have a row per replica; units are tokens and seconds.
 
-    What depends on the pool alone is computed once a pool; the few replicas that have some of the prompt, one by one.
+    What depends on the pool alone is computed once a pool. `hit_rows`: the replicas that have some of the prompt, and
+    `hit_tokens` how much; with a system prompt that all conversations share, that is nearly every replica.
     """
 
     def __init__(self, request: SessionRequest, columns: Columns, knowledge: Knowledge, now_s: float) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
-        self._hits: dict[int, int] = {}
+        self.hit_rows, self.hit_tokens = self._find_hits(knowledge.hits) if knowledge.hits else (NO_ROWS, NO_TOKENS)
+
+    def _find_hits(self, hits: Mapping[str, int]) -> tuple[Codes, Numbers]:
+        rows = np.fromiter(map(self.columns.rows.get, hits, repeat(-1)), np.int64, len(hits))
+        blocks = np.fromiter(hits.values(), np.float64, len(hits))
+        known = rows >= 0
+        rows = rows[known]
         # A prompt that is cached whole is still computed at its last position, and so is that position's block.
-        most = max(0, request.prompt_tokens - 1)
-        for replica_id, blocks in knowledge.hits.items():
-            row = columns.rows.get(replica_id)
-            if row is not None:
-                self._hits[row] = min(blocks * columns.info(row).block_size, most)
+        most = max(0, self.request.prompt_tokens - 1)
+        return rows, np.minimum(blocks[known] * self.columns["block_size"][rows], most)
 
     def cached_on(self, row: int) -> int:
         """Prompt tokens in a replica's prefix cache."""
-        return self._hits.get(row, 0)
+        return int(self.cached_tokens[row])
 
     @cached_property
     def cached_tokens(self) -> Numbers:
         """The same of all replicas."""
         column = np.zeros(len(self.columns.ready))
-        for row, tokens in self._hits.items():
-            column[row] = tokens
+        column[self.hit_rows] = self.hit_tokens
         return column
 
     @cached_property
@@ -83,21 +93,31 @@ class Outlook:
     @cached_property
     def prefill_s(self) -> Numbers:
         """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
-        columns, tokens = self.columns, self.request.prompt_tokens
-        column = columns.of_kinds(lambda steps, kind: steps.prefill_s(tokens, 0, kind.chunk_tokens))
-        for row, cached in self._hits.items():
-            steps, kind = columns.kind_of(row)
-            column[row] = steps.prefill_s(tokens, cached, kind.chunk_tokens)
+        tokens = self.request.prompt_tokens
+        column = self.columns.of_kinds(lambda steps, kind: steps.prefill_s(tokens, 0, kind.chunk_tokens))
+        if self.hit_rows.size:
+            column[self.hit_rows] = self.hit_prefill_s
         return column
 
-    def least_prefill_s(self) -> tuple[float, dict[int, float]]:
-        """The same without all the columns: no replica without a hit takes less; and those with one, by row."""
-        columns, tokens = self.columns, self.request.prompt_tokens
-        hits = {}
-        for row, cached in self._hits.items():
-            steps, kind = columns.kind_of(row)
-            hits[row] = steps.prefill_s(tokens, cached, kind.chunk_tokens)
-        return columns.least_of_kinds(lambda steps, kind: steps.prefill_s(tokens, 0, kind.chunk_tokens)), hits
+    @cached_property
+    def hit_prefill_s(self) -> Numbers:
+        """The same of `hit_rows` only: of many, computed once for those of a kind that have as much."""
+        found = self.columns.kind[self.hit_rows] * TOKENS_BELOW + self.hit_tokens
+        if found.size > MANY:  # only there is it the quicker way
+            unlike, places = np.unique(found, return_inverse=True)
+            return np.array([self._hit_prefill_s(each) for each in unlike.tolist()])[places]
+        return np.array([self._hit_prefill_s(each) for each in found.tolist()])
+
+    def _hit_prefill_s(self, hit: float) -> float:
+        kind_number, cached_tokens = divmod(int(hit), TOKENS_BELOW)
+        steps, kind = self.columns.of_kind(kind_number)
+        return steps.prefill_s(self.request.prompt_tokens, cached_tokens, kind.chunk_tokens)
+
+    @property
+    def uncached_prefill_s(self) -> float:
+        """The least that it takes a replica that has nothing of the prompt."""
+        tokens = self.request.prompt_tokens
+        return self.columns.least_of_kinds(lambda steps, kind: steps.prefill_s(tokens, 0, kind.chunk_tokens))
 
     @cached_property
     def step_s(self) -> Numbers:
@@ -112,7 +132,7 @@ class Outlook:
 
     def kv_bytes(self, rows: Codes) -> Numbers:
         """KV that would have to move to each of these replicas: what its own cache does not hold."""
-        missing = self.request.prompt_tokens - (self.cached_tokens[rows] if self._hits else 0.0)
+        missing = self.request.prompt_tokens - (self.cached_tokens[rows] if self.hit_rows.size else 0.0)
         size: Numbers = missing * self.columns["kv_bytes_per_token"][rows]
         return size
 

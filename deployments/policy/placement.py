@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from configs.schema import WeightsConfig
-from deployments.fleet_view import Columns, Flags, Numbers, View, blocks_for
+from deployments.fleet_view import Columns, Flags, Numbers, View
 from deployments.messages import (
     Admit,
     Decision,
@@ -29,6 +29,7 @@ from deployments.messages import (
 )
 from deployments.policy.chance import Chance
 from deployments.policy.outlook import Knowledge, Limits, Outlook
+from transfer.blocks import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class PlacementSettings:
     `split_always`: longer ones are split wherever they can be; otherwise where that is expected to cost less.
     `prefill_queue_s`: a prefill replica with so much work ahead takes no more, none: engines queue without limit.
     `max_retry_after_s`: the longest that a client is told to stay away. `limits`: by pool, none: it takes anything.
+    `moves`: a replica can hand over the KV cache of a session that it lets go.
     """
 
     split_min_prompt_tokens: int = 1
@@ -48,6 +50,7 @@ class PlacementSettings:
     prefill_queue_s: float | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     limits: Mapping[str, Limits] = field(default_factory=dict)
+    moves: bool = True
 
 
 class Field:
@@ -109,17 +112,19 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Rows picked: `owner` writes the answer, `helper` prefills for it. `cost_s`: what it costs everybody."""
+    """Rows picked: `owner` writes the answer, `helper` prefills for it. `cost_s`: what it costs everybody.
+
+    `helper_role`: not prefill where a decode replica hands over a session that it lets go.
+    """
 
     owner: int
     helper: int | None = None
     cost_s: float = 0.0
+    helper_role: Role = Role.PREFILL
 
 
 class Policy(Protocol):
-    """How to choose among those that fit. `weighs_splitting`: a pair's cost can be compared with one replica's."""
-
-    weighs_splitting: bool
+    """How to choose among those that fit."""
 
     def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
         """A decode and a prefill replica with the same engine; None when no two match. Neither is all false."""
@@ -127,8 +132,11 @@ class Policy(Protocol):
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
         """One replica for prefill and decode. `owners` has at least one."""
 
+    def target(self, here: Field, owners: Flags) -> int:
+        """The decode replica that takes over a session with its KV cache. `owners` has at least one."""
+
     def at_least(self, here: Field, role: Role, owners: Flags) -> float:
-        """What `alone` costs at least, found out quickly. Asked only of a policy that weighs splitting."""
+        """What `alone` costs at least, found out quickly; infinite where costs cannot be compared with a pair's."""
 
 
 NOTHING = Knowledge()
@@ -148,10 +156,12 @@ def place(
     A placement's epoch is 1; whoever keeps the ledger numbers later attempts.
     """
     here = Field(request, view, settings, knowledge, rng, objectives)
+    if (move := _choose_move(here, policy)) is not None:
+        return Admit(_placement(here, Mode.DISAGGREGATED, "moved", move))
     missed: list[Queue | Reject] = []
     best: tuple[Choice, Mode, str] | None = None
     # Without any idea of times, one replica would always seem to cost less than two.
-    weighs = policy.weighs_splitting and bool(here.columns(Role.DECODE).coefficients) and not settings.split_always
+    weighs = bool(here.columns(Role.DECODE).coefficients) and not settings.split_always
     for mode in _modes(request, here, settings):
         if best is not None and not _may_cost_less(here, policy, mode, best[0].cost_s):
             continue
@@ -216,6 +226,24 @@ def _reason(here: Field, mode: Mode) -> str:
     return here.request.rule or ("split" if mode is Mode.DISAGGREGATED else "one replica")
 
 
+def _choose_move(here: Field, policy: Policy) -> Choice | None:
+    """Where a session goes that a replica lets go, and that replica as the one that hands over what it has.
+
+    It need not be ready: it may be draining, or full. None: no other replica has room, or nothing can be handed over.
+    """
+    leaving = here.request.leaving
+    if not leaving or not here.settings.moves or Mode.DISAGGREGATED not in here.request.allowed:
+        return None
+    for role in Role:
+        columns, decode = here.columns(role), here.columns(Role.DECODE)
+        if (source := columns.rows.get(leaving)) is not None:
+            able = here.owners(Role.DECODE) & (decode.fingerprint == columns.fingerprint[source])
+            if role is Role.DECODE:
+                able[source] = False
+            return Choice(policy.target(here, able), source, helper_role=role) if able.any() else None
+    return None
+
+
 def _choose_pair(here: Field, policy: Policy) -> Choice | Queue | Reject:
     owners = here.owners(Role.DECODE)
     if not owners.any():
@@ -243,8 +271,8 @@ _CHOOSERS: dict[Mode, Callable[[Field, Policy], Choice | Queue | Reject]] = {
 def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placement:
     role = Role.PREFILL if mode is Mode.PREFILL_LOCAL else Role.DECODE
     owner = here.columns(role).info(choice.owner)
-    helper = None if choice.helper is None else here.columns(Role.PREFILL).info(choice.helper)
-    prefiller = (role, choice.owner) if choice.helper is None else (Role.PREFILL, choice.helper)
+    helper = None if choice.helper is None else here.columns(choice.helper_role).info(choice.helper)
+    prefiller = (role, choice.owner) if choice.helper is None else (choice.helper_role, choice.helper)
     return Placement(
         session_id=here.request.session_id,
         epoch=1,
@@ -299,8 +327,10 @@ def _can_hold(request: SessionRequest, columns: Columns, tokens: int, limits: Ma
     return able & taken
 
 
-def _takes(here: Field, info: ReplicaInfo, tokens: int) -> bool:
-    return _holds(info, tokens) and here.settings.limits.get(info.pool, Limits()).take(here.request)
+def takes(request: SessionRequest, info: ReplicaInfo, limits: Mapping[str, Limits], tokens: int | None = None) -> bool:
+    """Whether an empty replica of this shape takes a request. `tokens`: of it, that it has to hold; none: all."""
+    able = _holds(info, _tokens(request) if tokens is None else tokens)
+    return able and limits.get(info.pool, Limits()).take(request)
 
 
 def _shortfall(here: Field, role: Role) -> Queue | Reject:
@@ -338,7 +368,11 @@ def _helper_shortfall(here: Field) -> Queue | Reject:
 def _never_fits(here: Field, role: Role, tokens: int) -> Reject | None:
     """A rejection with numbers, when every pool of a role is known and none could ever take the request."""
     shapes = [info for info in here.view.known if info.role is role]
-    if role in here.view.silent or not shapes or any(_takes(here, info, tokens) for info in shapes):
+    if (
+        role in here.view.silent
+        or not shapes
+        or any(takes(here.request, info, here.settings.limits, tokens) for info in shapes)
+    ):
         return None
     most = max(min(info.max_model_len, info.total_blocks * info.block_size) for info in shapes)
     prompt = here.request.prompt_tokens

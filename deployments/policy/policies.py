@@ -22,8 +22,6 @@ Pick = Callable[[Field, Role, Flags], int]
 class OneByOne:
     """A decode replica by `pick`, then a prefill replica with the same engine by `pick`."""
 
-    weighs_splitting = False
-
     def __init__(self, pick: Pick) -> None:
         self._pick = pick
 
@@ -39,8 +37,11 @@ class OneByOne:
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
         return Choice(self._pick(here, role, owners))
 
+    def target(self, here: Field, owners: Flags) -> int:
+        return self._pick(here, Role.DECODE, owners)
+
     def at_least(self, here: Field, role: Role, owners: Flags) -> float:
-        return 0.0
+        return math.inf
 
 
 class RoundRobin:

@@ -93,10 +93,13 @@ class PrefixIndex:
             self._add(block, slot)
         return True
 
-    def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float) -> None:
-        """These replicas are about to cache these blocks, leading ones first. Forgotten unless they soon say so."""
+    def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float, known: int = 0) -> None:
+        """These replicas are about to cache these blocks, leading ones first. Forgotten unless they soon say so.
+
+        `known`: so many leading ones all of them were found to have; of a system prompt a thousand replicas may.
+        """
         self._expected.expire(now_s)
-        self._expected.add([self._slot(replica_id) for replica_id in replica_ids], hashes, now_s)
+        self._expected.add([self._slot(replica_id) for replica_id in replica_ids], hashes[known:], now_s)
         tables, mask = self._tables, self._mask
         cached = list(takewhile(lambda block: block in tables[block & mask], hashes))
         for block in reversed(cached):  # now they are the youngest; the last of a prompt are to be forgotten first
@@ -124,13 +127,14 @@ class PrefixIndex:
                 if not depth:
                     holding = slots - self._given_up
                 elif gone := holding - slots:
-                    found |= {names[slot]: depth for slot in gone}
+                    found.update(dict.fromkeys(map(names.__getitem__, gone), depth))
                     holding -= gone
                 if not holding:
                     break
                 before = now
             depth += 1
-        return found | {names[slot]: depth for slot in holding}
+        found.update(dict.fromkeys(map(names.__getitem__, holding), depth))
+        return found
 
     def sweep(self, now_s: float) -> None:
         """Drop expectations that nobody confirmed, and clean up after lost replicas; a bounded piece at a time."""

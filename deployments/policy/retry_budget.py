@@ -1,4 +1,7 @@
-"""How many sessions may be placed again: retries must not multiply what went wrong. Pure."""
+"""How many sessions may be placed again whose last placement came to nothing: retries must not multiply failures.
+
+Those that had more than a first token go on for nothing: each answers a loss of its own. Pure.
+"""
 
 from __future__ import annotations
 

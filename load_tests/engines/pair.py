@@ -178,7 +178,7 @@ class BatonPair(Pair):
         part = {"session": request_id, "epoch": 1}
         decode = part | {"role": "decode", "peers": list(self.prefill.info.endpoints)}
         prefill = part | {"role": "prefill", "peers": list(self.decode.info.endpoints)}
-        await self.decode.add(request_id, prompt, own_tokens, {"baton": decode})
+        await self.decode.add(request_id, prompt, 1 + own_tokens, {"baton": decode})
         await self.prefill.add(request_id, prompt, 1, {"baton": prefill})
         return await self.prefill.answer(request_id), await self.decode.answer(request_id)
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from deployments.engine.build import checkpoint, environment
 from deployments.engine.vllm import VllmEngine
 from deployments.messages import Role
 from deployments.model import DEFAULT_CACHE_DIR, resolve
+from load_tests.application import free_port
 from load_tests.engines.nixl_engine import NixlEngine, settings
 from load_tests.engines.pair import BatonPair, Core, Pair, PullPair, PushPair
 from load_tests.processes import Guard, cpu_s, descendants, pause, resume
@@ -99,7 +99,7 @@ class Rig:
             role=role,
             name=name,
             connector=CONNECTORS[system],
-            port=_free_port(),
+            port=free_port(),
         )
 
     @contextlib.asynccontextmanager
@@ -137,9 +137,3 @@ class Rig:
             await asyncio.wait_for(closing, CLOSE_TIMEOUT_S)
         finally:
             self._guard.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -275,6 +275,24 @@ async def test_a_failed_session_replaces_the_response(messages: tuple[Message, .
     }
 
 
+FINGERPRINT = b'{"choices":[],"system_fingerprint":"vllm-1"}'
+MARKED = b'{"choices":[],"system_fingerprint":"moved-vllm-1"}'
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_a_seeds_answer_that_went_on_elsewhere_says_so_in_its_last_chunk(moved: bool) -> None:
+    async def move(context: RequestContext, receive: Receive) -> None:
+        context.seed_moved = moved
+
+    length = (b"content-length", str(len(FINGERPRINT)).encode())
+    whole = await post(Toy(start(200, b"application/json", length), body(FINGERPRINT), act=move))
+    assert whole.content == (MARKED if moved else FINGERPRINT)
+    assert whole.headers["content-length"] == str(len(whole.content))
+    first, last = b"data: {}\n\n", b"data: " + FINGERPRINT + b"\n\n"
+    stream = Toy(start(200, b"text/event-stream"), body(first, True), body(last), act=move)
+    assert (await post(stream)).content == first + b"data: " + (MARKED if moved else FINGERPRINT) + b"\n\n"
+
+
 async def test_a_replaced_application_sees_a_disconnect() -> None:
     over = asyncio.Event()
 

@@ -184,7 +184,7 @@ def server(running: Server) -> Iterator[Server]:
     assert running.llm.get_num_unfinished_requests() == 0
 
 
-def test_warnings_of_ours_are_not_lost(server: Server) -> None:
+async def test_warnings_of_ours_are_not_lost(server: Server) -> None:
     """Whatever the packages beneath vLLM's server do to the root logger."""
     assert logging.getLogger("baton.core").isEnabledFor(logging.WARNING)
 

@@ -280,6 +280,19 @@ def test_each_pool_takes_what_its_section_says(path: Path) -> None:
             assert {key: getattr(scaling, key) for key in pool.autoscaling} == pool.autoscaling
 
 
+@each_config
+def test_an_update_starts_successors_first_and_everything_has_its_time_to_end(path: Path) -> None:
+    config = BatonConfig.model_validate(arguments(path))
+    found = deployments(build(config))
+    for name, deployment in found.items():
+        options = deployment._deployment_config
+        surge = config.pools[name].surge_percent if name in config.pools else 1
+        assert options.max_surge_percent == surge > 0
+        if name != "session-manager":
+            drain_s = config.placement.drain_s if name in config.pools else config.ingress.drain_s
+            assert options.graceful_shutdown_timeout_s > drain_s, "Serve kills what has not ended by then"
+
+
 def test_pools_of_one_application_may_be_unlike() -> None:
     whole = vllm_arguments()
     whole["decode"]["big"] = {

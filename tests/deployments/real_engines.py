@@ -17,7 +17,7 @@ class RealEngines(InProcess):
         role = Role.PREFILL if pool == "prefill" else Role.DECODE
         identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
         engine = build_engine(self._config, identity, "a secret of the tests")
-        self.replicas[replica_id] = Replica(identity, engine, self.manager, self._config.placement)
+        self.replicas[replica_id] = Replica(identity, engine, self.manager_port, self._config.placement)
 
     async def alone(self, prompt: list[int], **sampling: Any) -> list[int]:
         """What the decode engine answers by itself. With prompt log probabilities it reads no cache."""

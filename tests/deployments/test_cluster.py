@@ -6,12 +6,11 @@ The mock's tokens are read from the KV in its blocks, so an answer that is equal
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,6 +21,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from deployments import cluster_core, engine_request, request_context
+from deployments import drain as drain_module
+from deployments.drain import drain
 from deployments.engine.protocol import EngineError
 from deployments.errors import (
     HandoffFailed,
@@ -32,7 +33,8 @@ from deployments.errors import (
     SessionTimeout,
     Unavailable,
 )
-from deployments.messages import Admit, Mode, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
+from deployments.messages import MANAGER_LEAVES, Admit, Mode, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
+from deployments.policy.retry_budget import RETRY_BUDGET
 from load_tests.control_plane import (
     LARGE,
     MAX_MODEL_LEN,
@@ -43,7 +45,6 @@ from load_tests.control_plane import (
     Answer,
     InProcess,
     config,
-    in_process,
     until,
 )
 
@@ -56,28 +57,6 @@ _random = random.Random(5)
 def prompt(tokens: int) -> list[int]:
     """A prompt that was not there before."""
     return [_random.randint(100, 40_000) for _ in range(tokens)]
-
-
-@pytest.fixture
-async def launch(no_leaks: None) -> AsyncIterator[Launch]:
-    """`launch(config, replica_ids)`: a control plane, ended with the test; no task may outlive it."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def launch(*args: Any) -> InProcess:
-            return await stack.enter_async_context(in_process(*args))
-
-        yield launch
-
-    async def alone() -> bool:
-        return asyncio.all_tasks() == {asyncio.current_task()}
-
-    await until(alone)
-
-
-@pytest.fixture
-async def cluster(launch: Launch) -> InProcess:
-    made: InProcess = await launch(config())
-    return made
 
 
 def assert_failed(answer: Answer, error: type[SessionError]) -> None:
@@ -193,13 +172,13 @@ async def test_decode_that_answers_before_prefill_is_heard_is_held_back(cluster:
         ({"repetition_penalty": 1.2, "min_tokens": 2, "logprobs": 2}, Mode.DISAGGREGATED, ""),
         ({"max_tokens": 1}, Mode.PREFILL_LOCAL, "one_token"),
         ({"max_tokens": 1, "seed": 3, "temperature": 1.0}, Mode.PREFILL_LOCAL, "one_token"),
-        ({"seed": 3, "temperature": 0.7}, Mode.DECODE_LOCAL, "seeded_sampling"),
+        ({"seed": 3, "temperature": 0.7}, Mode.DISAGGREGATED, ""),
         ({"prompt_logprobs": 1}, Mode.DECODE_LOCAL, "prompt_logprobs"),
         ({"prompt_logprobs": 0}, Mode.DECODE_LOCAL, "prompt_logprobs"),
-        ({"presence_penalty": 0.1}, Mode.DECODE_LOCAL, "output_penalties"),
-        ({"frequency_penalty": -0.1}, Mode.DECODE_LOCAL, "output_penalties"),
-        ({"bad_words": ["never"]}, Mode.DECODE_LOCAL, "bad_words"),
-        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, Mode.DECODE_LOCAL, "structured_output"),
+        ({"presence_penalty": 0.1}, Mode.DISAGGREGATED, ""),
+        ({"frequency_penalty": -0.1}, Mode.DISAGGREGATED, ""),
+        ({"bad_words": ["never"]}, Mode.DISAGGREGATED, ""),
+        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, Mode.DISAGGREGATED, ""),
         ({"thinking_token_budget": 9}, Mode.DECODE_LOCAL, "stateful_logits"),
     ],
 )
@@ -213,7 +192,7 @@ async def test_modes_and_rules_are_noted(cluster: InProcess, sampling: dict[str,
 
 
 async def test_a_prompt_that_is_computed_where_it_is_answered_is_backlog_until_then_only(cluster: InProcess) -> None:
-    answer = await (await cluster.ask(prompt(20), max_tokens=400, temperature=1.0, seed=0)).has(1)
+    answer = await (await cluster.ask(prompt(20), max_tokens=400, prompt_logprobs=0)).has(1)
 
     async def is_prefilled() -> bool:
         return not (await cluster.placed(answer))["prefilling"]
@@ -394,6 +373,7 @@ async def test_no_replica_is_up(launch: Launch, monkeypatch: pytest.MonkeyPatch,
     await cluster.settle()
 
 
+@pytest.mark.slow
 async def test_a_session_manager_that_cannot_be_reached(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     async def unreachable(*args: Any) -> None:
         raise Unavailable("it is being restarted")
@@ -425,9 +405,10 @@ async def test_what_nobody_foresaw_is_an_error_and_no_silence(
 # ---- failures
 
 
+@pytest.mark.slow
 async def test_answers_go_on_elsewhere_when_their_decode_engine_dies(cluster: InProcess) -> None:
     prompts = [prompt(8 + n) for n in range(6)]
-    answers = [await cluster.ask(each, max_tokens=100) for each in prompts]
+    answers = [await cluster.ask(each, max_tokens=200) for each in prompts]
     for answer in answers:
         await answer.has(3)
     owners = {request_id: placed["decode"] for request_id, placed in (await cluster.placements()).items()}
@@ -436,11 +417,66 @@ async def test_answers_go_on_elsewhere_when_their_decode_engine_dies(cluster: In
     for each, answer in zip(prompts, answers, strict=True):
         await answer.over()
         assert answer.context.error is None
-        assert (len(answer.tokens), answer.reason) == (100, LENGTH)
-        assert answer.tokens == await cluster.local(each, max_tokens=100), "no token lost, repeated or changed"
+        assert (len(answer.tokens), answer.reason) == (200, LENGTH)
+        assert answer.tokens == await cluster.local(each, max_tokens=200), "no token lost, repeated or changed"
     await cluster.settle(dead=[SMALL])
     closed = (await cluster.manager.status())["sessions"]["closed"]
     assert closed["lost"] == sum(owner == SMALL for owner in owners.values())
+
+
+@pytest.mark.slow
+async def test_a_draining_replica_gets_nothing_new_and_what_outlives_its_time_goes_on_elsewhere(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_module, "LOOK_S", 0.002)
+    asked = prompt(20)
+    answer = await (await cluster.ask(asked, max_tokens=400)).has(3)
+    leaving = (await cluster.placed(answer))["decode"]
+    draining = asyncio.create_task(drain(cluster.replicas[leaving], 0.4))
+
+    async def is_known() -> bool:
+        replicas = (await cluster.manager.status())["replicas"]
+        return bool(replicas[leaving]["phase"] == "draining")
+
+    await until(is_known)
+    others = [await cluster.ask(prompt(9), max_tokens=4) for _ in range(6)]
+    for other in others:
+        await other.over()
+    await answer.over()
+    await draining
+    assert answer.context.error is None
+    assert answer.tokens == await cluster.local(asked, max_tokens=400)
+    placed = [task.session_id for pool in cluster.pools.values() for task in pool.tasks if task.replica_id == leaving]
+    assert placed == [answer.request_id] * 2, "its answer, and what it hands over of it"
+    assert cluster.replicas[leaving].open_runs == 0
+    await cluster.settle(dead=[leaving])
+    assert cluster.engines[leaving].used_blocks == 0
+
+
+async def test_a_session_asks_the_next_manager_when_one_leaves(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, original = list[str](), cluster.manager.open
+
+    async def leaving(request: SessionRequest) -> Admit | Reject:
+        if len(refused) < 2:
+            refused.append(request.session_id)
+            return Reject("ask again", 0.01, unavailable=True, code=MANAGER_LEAVES)
+        return await original(request)
+
+    monkeypatch.setattr(cluster.manager, "open", leaving)
+    answer = await cluster.answer(prompt(20), max_tokens=4)
+    assert refused == [answer.request_id] * 2
+    assert answer.reason is LENGTH
+    await cluster.settle()
+
+
+async def test_an_ingress_whose_time_is_over_ends_its_sessions_with_an_error(cluster: InProcess) -> None:
+    answer = await (await cluster.ask(prompt(20), max_tokens=400)).has(3)
+    cluster.core.end_all(Unavailable("this server is being stopped"))
+    await answer.over()
+    assert_failed(answer, Unavailable)
+    await cluster.settle()
 
 
 async def test_one_death_after_the_other(cluster: InProcess) -> None:
@@ -480,18 +516,21 @@ async def test_limits_and_stops_count_what_was_answered_before(cluster: InProces
     await cluster.settle(dead=[owner])
 
 
-@pytest.mark.parametrize(
-    ("sampling", "rule"),
-    [
-        ({"seed": 3, "temperature": 0.7}, "seeded_sampling"),
-        ({"presence_penalty": 0.1}, "output_penalties"),
-        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "structured_output"),
-        ({"bad_words": ["never"]}, "bad_words"),
-    ],
-)
-async def test_an_answer_that_cannot_go_on_elsewhere_ends_with_an_error(
-    cluster: InProcess, sampling: dict[str, Any], rule: str
-) -> None:
+async def test_a_seeded_answer_goes_on_elsewhere(cluster: InProcess) -> None:
+    asked, sampling = prompt(20), {"temperature": 1.0, "seed": 3}
+    whole = await cluster.local(asked, max_tokens=200, **sampling)
+    answer = await (await cluster.ask(asked, max_tokens=200, **sampling)).has(5)
+    owner = (await cluster.placed(answer))["decode"]
+    await cluster.kill(owner)
+    await answer.over()
+    assert (answer.tokens, answer.context.error) == (whole, None)
+    assert whole != await cluster.local(asked, max_tokens=200)
+    assert answer.context.seed_moved
+    await cluster.settle(dead=[owner])
+
+
+async def test_an_answer_that_cannot_go_on_elsewhere_ends_with_an_error(cluster: InProcess) -> None:
+    sampling, rule = {"thinking_token_budget": 9}, "stateful_logits"
     answer = await (await cluster.ask(prompt(20), max_tokens=200, **sampling)).has(5)
     owner = (await cluster.placed(answer))["decode"]
     await cluster.kill(owner)
@@ -523,6 +562,79 @@ async def test_attempts_are_bounded(launch: Launch) -> None:
     assert epochs == {1, 2, 3}
     cluster.replicas.update(gone)
     await cluster.settle()
+
+
+async def test_a_placement_that_gave_tokens_begins_the_count_anew(launch: Launch) -> None:
+    """Four decode replicas in a row die under one answer, of which two placements in a row may come to nothing."""
+    cluster = await launch(config(max_attempts=2))
+    asked = prompt(20)
+    answer = await (await cluster.ask(asked, max_tokens=300)).has(3)
+    for life in range(4):
+        owner = (await cluster.placed(answer))["decode"]
+        await cluster.kill(owner)
+        await cluster.bury(owner)
+        await cluster.start(f"{owner.rpartition('-')[0]}-life{life}")
+        await answer.has(len(answer.tokens) + 3)
+    await answer.over()
+    assert answer.tokens == await cluster.local(asked, max_tokens=300)
+    await cluster.settle()
+
+
+async def test_placements_of_one_session_are_bounded_whatever_they_give(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_core, "MOST_PLACEMENTS", 2)
+    answer = await (await cluster.ask(prompt(20), max_tokens=300)).has(3)
+    killed = []
+    for _ in range(2):
+        killed.append((await cluster.placed(answer))["decode"])
+        await cluster.kill(killed[-1])
+        if len(killed) < 2:
+            await answer.has(len(answer.tokens) + 3)
+    await answer.over()
+    assert_failed(answer, ReplicaLost)
+    assert str(answer.context.error).endswith(", the last of 2 placements")
+    await cluster.settle(dead=killed)
+
+
+async def test_a_lost_session_waits_for_the_retry_budget(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, original = list[int](), cluster.manager.open
+
+    async def without_budget(request: SessionRequest) -> Admit | Reject:
+        if request.attempt > 1 and len(refused) < 3:
+            refused.append(request.attempt)
+            return Reject("no budget", 0.01, unavailable=True, code=RETRY_BUDGET)
+        return await original(request)
+
+    monkeypatch.setattr(cluster.manager, "open", without_budget)
+    asked = prompt(20)
+    answer = await (await cluster.ask(asked, max_tokens=200)).has(3)
+    owner = (await cluster.placed(answer))["decode"]
+    await cluster.kill(owner)
+    await answer.over()
+    assert refused == [2, 2, 2], "waiting for budget is no placement"
+    assert answer.tokens == await cluster.local(asked, max_tokens=200)
+    await cluster.settle(dead=[owner])
+
+
+async def test_a_retry_budget_that_never_comes_ends_the_session(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = cluster.manager.open
+
+    async def without_budget(request: SessionRequest) -> Admit | Reject:
+        if request.attempt > 1:
+            return Reject("no budget", 0.01, unavailable=True, code=RETRY_BUDGET)
+        return await original(request)
+
+    monkeypatch.setattr(cluster_core, "BUDGET_WAIT_S", 0.05)
+    monkeypatch.setattr(cluster.manager, "open", without_budget)
+    answer = await (await cluster.ask(prompt(20), max_tokens=200)).has(3)
+    owner = (await cluster.placed(answer))["decode"]
+    await cluster.kill(owner)
+    await answer.over()
+    assert_failed(answer, Unavailable)
+    await cluster.settle(dead=[owner])
 
 
 async def test_aborting_between_two_placements(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,6 +695,7 @@ async def test_an_engine_that_only_waits_is_not_given_up(launch: Launch) -> None
     await cluster.settle()
 
 
+@pytest.mark.slow
 async def test_a_replica_that_is_heard_of_no_more_loses_its_sessions(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -679,7 +792,7 @@ async def test_a_prefill_engine_that_dies_before_the_first_token(cluster: InProc
 
 async def test_a_prefill_engine_that_dies_in_the_midst_of_the_handoff(cluster: InProcess) -> None:
     """The client has the first token; the KV never arrives."""
-    local = await cluster.ask(prompt(10), max_tokens=300, temperature=1.0, seed=0)
+    local = await cluster.ask(prompt(10), max_tokens=300, prompt_logprobs=0)
     await local.has(1)
     cluster.planes[PREFILL].shut = True
     asked = prompt(100)
@@ -745,14 +858,18 @@ async def test_outputs_that_never_arrive(cluster: InProcess, pool: str, monkeypa
     monkeypatch.setattr(cluster_core, "OUTPUT_GRACE_S", 0.05)
     monkeypatch.setattr(cluster.core, "_max_attempts", 1)
     lost = [port for name, port in cluster.pools.items() if name.startswith(pool)]
+    elsewhere = zmq.Context()
+    inbox = elsewhere.socket(zmq.PULL)
+    address = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}"
     for port in lost:
-        port.reply_to = "tcp://127.0.0.1:9"
+        port.reply_to = address
     answer = await cluster.answer(prompt(20), max_tokens=5)
     assert_failed(answer, ReplicaLost)
     assert str(answer.context.error) == "the last outputs did not arrive"
     assert len(answer.tokens) == (pool == "decode")
     for port in lost:
         port.reply_to = None
+    elsewhere.destroy(0)
     assert (await cluster.answer(prompt(20), max_tokens=5)).reason is LENGTH
     await cluster.settle()
 
@@ -765,6 +882,17 @@ async def test_the_ingress_shuts_down_with_sessions_open(launch: Launch) -> None
         await answer.has(2)
     cluster.core.shutdown()
     await cluster.settle()
+
+
+async def test_the_ingress_dies_with_sessions_open(launch: Launch) -> None:
+    """Nobody tells the replicas or the manager anything."""
+    cluster = await launch(config(ingress_lease_s=0.2))
+    answers = [await cluster.ask(prompt(8), max_tokens=400) for _ in range(3)]
+    for answer in answers:
+        await answer.has(2)
+    cluster.end_ingress()
+    await cluster.settle()
+    assert (await cluster.manager.status())["sessions"]["closed"] == {"orphaned": 3}
 
 
 # ---- what else arrives at the ingress

@@ -56,10 +56,11 @@ class Replica:
     task: SessionTask | None = None
 
     def __post_init__(self) -> None:
-        self.sender = OutputSender(self.info.replica_id)
+        self.sender = OutputSender(self.info.replica_id, WAIT_S)
 
     async def run(self, task: SessionTask) -> SessionReport:
         assert task.replica_id == self.info.replica_id
+        assert await self.sender.connect(task.reply_to)
         self.task = task
         self.requests.append(MsgpackDecoder(EngineCoreRequest).decode(list(task.request)))
         self.called.set()
@@ -255,12 +256,14 @@ async def test_an_answer_whose_decode_is_lost_is_prefilled_again_with_its_tokens
     await reached(cluster.prefill.called)
     cluster.decode.lost.clear()
     again = cluster.prefill.requests[-1]
-    assert (again.request_id, again.prompt_token_ids) == ("r~2", [*PROMPT, 41, 42])
+    assert (again.request_id, again.prompt_token_ids) == ("r~2", PROMPT)
+    assert again.sampling_params is not None
+    assert again.sampling_params.extra_args == {"kv_transfer_params": {"do_remote_decode": True}}
     assert cluster.manager.requests[-1].attempt == 2
     await cluster.prefilled()
     params = cluster.decode.requests[-1].sampling_params
     assert params is not None
-    assert params.max_tokens == 3
+    assert (params.max_tokens, params.extra_args) == (5, {"kv_transfer_params": WHERE, "baton_answered": [41, 42]})
     cluster.decode.say([43, 44, 45], FinishReason.LENGTH)
     last = await cluster.next()
     assert (last.request_id, last.new_token_ids, last.finish_reason) == ("r", [43, 44, 45], FinishReason.LENGTH)
@@ -281,7 +284,8 @@ async def test_what_only_the_first_token_kept_whole_is_split(cluster: Cluster) -
 
 async def test_a_session_on_one_replica_is_told_nothing_of_transfers_by_the_client(cluster: Cluster) -> None:
     cluster.manager.mode = Mode.DECODE_LOCAL
-    await cluster.ask(extra_args={"mine": 1, "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}})
+    told = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}, "baton_answered": [666]}
+    await cluster.ask(extra_args={"mine": 1, **told})
     await reached(cluster.decode.called)
     params = cluster.decode.requests[0].sampling_params
     assert params is not None

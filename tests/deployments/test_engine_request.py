@@ -48,24 +48,36 @@ def test_the_http_side_says_who_asks() -> None:
     assert (of().priority, of().client, of().affinity, of().chat) == ("", "", "", False)
 
 
-def test_a_client_cannot_have_an_engine_tell_of_its_cache_twice() -> None:
-    params = SamplingParams(max_tokens=7, extra_args={"kv_cache_report_mode": "full", "other": 1})
+def test_a_client_cannot_have_an_engine_tell_of_its_cache_twice_nor_say_what_was_answered() -> None:
+    theirs = {"kv_cache_report_mode": "full", "baton_answered": [1], "other": 1}
+    params = SamplingParams(max_tokens=7, extra_args=theirs)
     request = EngineCoreRequest("r", PROMPT, None, params, None, 0.0, None, None, None)
     told = part(request, Role.DECODE, Handoff.PUSHED, None)
     assert told.sampling_params is not None
     assert told.sampling_params.extra_args == {"other": 1}
 
 
-@pytest.mark.parametrize(("sent", "min_left"), [((), 4), ((7,), 3), ((7, 8, 9, 10, 11, 12), 0)])
-def test_what_is_left_of_a_request_asks_for_the_tokens_that_are_missing(sent: tuple[int, ...], min_left: int) -> None:
+@pytest.mark.parametrize("sent", [(), (7,), (7, 8, 9, 10, 11, 12)])
+def test_what_is_placed_again_is_the_request_with_what_was_answered(sent: tuple[int, ...]) -> None:
     params = SamplingParams(max_tokens=7, min_tokens=4, prompt_logprobs=1, repetition_penalty=1.5, logprobs=2)
     request = EngineCoreRequest("r", PROMPT, None, params, None, 0.0, None, None, None)
     left = rest(request, sent, 3)
-    assert left.request_id == "r~3"
-    assert left.prompt_token_ids == [*PROMPT, *sent]
+    assert (left.request_id, left.prompt_token_ids) == ("r~3", PROMPT)
     assert left.sampling_params is not None
-    assert left.sampling_params.max_tokens == 7 - len(sent)
-    assert left.sampling_params.min_tokens == min_left
-    assert left.sampling_params.prompt_logprobs == (None if sent else 1)
-    assert (left.sampling_params.repetition_penalty, left.sampling_params.logprobs) == (1.5, 2)
-    assert (request.request_id, request.prompt_token_ids, params.max_tokens) == ("r", PROMPT, 7), "it stays whole"
+    assert left.sampling_params.prompt_logprobs == (None if sent else 1), "they were told with the first token"
+    told = part(left, Role.DECODE, Handoff.PUSHED, {}, sent).sampling_params
+    assert told is not None
+    assert (told.max_tokens, told.min_tokens, told.repetition_penalty, told.logprobs) == (7, 4, 1.5, 2)
+    assert (told.extra_args or {}).get("baton_answered") == (list(sent) or None)
+    prefill = part(left, Role.PREFILL, Handoff.PUSHED, {}, sent).sampling_params
+    assert prefill is not None
+    assert (prefill.max_tokens, prefill.min_tokens) == (len(sent) + 1, min(len(sent) + 1, 4))
+    asked = session_request(left, None, Handoff.PUSHED, 16, "r", 3, sent)
+    assert (asked.prompt_tokens, asked.max_tokens) == (50 + len(sent), 7 - len(sent))
+    assert asked.hashes == chained_hashes([*PROMPT, *sent], 16)
+    assert (request.request_id, params.prompt_logprobs, params.extra_args) == ("r", 1, None), "it stays whole"
+
+
+def test_a_last_token_is_prefill_work_alone() -> None:
+    request = EngineCoreRequest("r", PROMPT, None, SamplingParams(max_tokens=3), None, 0.0, None, None, None)
+    assert session_request(request, None, Handoff.PUSHED, 16, "r", 2, (1, 2)).rule == "one_token"

@@ -329,3 +329,40 @@ def test_the_ledger_is_exact_after_any_order_of_messages(events: list[tuple[str,
     assert not messages.fleet._of_session
     for view in messages.fleet.view(messages.now_s).ready:
         assert (view.free_blocks, view.sessions, view.busy_until_s) == (view.info.total_blocks, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([], False),
+        ([("new", Role.DECODE, Phase.LOADING)], False),
+        ([("old", Role.PREFILL, Phase.READY)], False),
+        ([("old", Role.DECODE, Phase.READY)], False),
+        ([("old", Role.PREFILL, Phase.READY), ("old", Role.DECODE, Phase.READY)], True),
+        ([("old", Role.PREFILL, Phase.READY), ("older", Role.DECODE, Phase.READY)], False),
+        ([("old", Role.PREFILL, Phase.READY), ("old", Role.DECODE, Phase.DRAINING)], False),
+        (
+            [
+                ("old", Role.PREFILL, Phase.READY),
+                ("old", Role.DECODE, Phase.READY),
+                ("new", Role.DECODE, Phase.LOADING),
+            ],
+            False,
+        ),
+    ],
+)
+def test_a_new_engine_is_out_of_step_while_an_old_pair_serves_and_it_has_no_partner(
+    others: list[tuple[str, Role, Phase]], expected: bool
+) -> None:
+    fleet, new = make_fleet(), replace(info("new-prefill", Role.PREFILL), fingerprint="new")
+    fleet.update(snapshot(new, phase=Phase.LOADING), 0.0)
+    for number, (engine, role, phase) in enumerate(others):
+        fleet.update(snapshot(replace(info(f"r{number}", role), fingerprint=engine), phase=phase), 0.0)
+    assert fleet.is_out_of_step(new, 0.0) is expected
+    assert not fleet.is_out_of_step(new, 5.1), "who has fallen silent serves nobody"
+
+
+def test_epochs_go_on_from_those_of_another_ledger(fleet: Fleet) -> None:
+    assert fleet.next_epoch("s", 0.0, least=3) == 3
+    assert fleet.next_epoch("s", 0.0, least=3) == 4
+    assert fleet.next_epoch("t", 0.0) == 1

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
+import signal
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -16,6 +20,7 @@ from deployments.engine.cache_log import CacheLog
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.errors import Unavailable
 from deployments.messages import (
+    MOVED,
     CacheChange,
     Finished,
     Peers,
@@ -31,6 +36,7 @@ from deployments.replica import Identity, Replica
 from deployments.wire import OutputReceiver
 
 WAIT_S = 20.0
+LEASE_S = 0.8
 INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
 
 
@@ -100,7 +106,8 @@ class Manager:
         self.snapshots: list[ReplicaSnapshot] = []
         self.outage: Unavailable | None = None
         self.peers: Peers | None = None
-        self.resync = False
+        self.resync = self.hold = False
+        self.move: tuple[str, ...] = ()
         self.refused = 0
         self._came = asyncio.Event()
 
@@ -111,7 +118,8 @@ class Manager:
         self.snapshots.append(snapshot)
         self._came.set()
         resync, self.resync = self.resync, False
-        return ReportAnswer(self.peers if self.peers and self.peers.version != snapshot.peers_version else None, resync)
+        peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
+        return ReportAnswer(peers, resync, self.hold, self.move)
 
     @property
     def last(self) -> ReplicaSnapshot:
@@ -131,14 +139,17 @@ class Fixture:
     def __init__(self) -> None:
         self.engine, self.manager = ScriptedEngine(), Manager()
         identity = Identity("r0", "decode-small", Role.DECODE, "node", "127.0.0.1")
-        self.replica = Replica(identity, self.engine, self.manager, PlacementConfig(snapshot_interval_s=0.005))
+        self.replica = Replica(
+            identity, self.engine, self.manager, PlacementConfig(snapshot_interval_s=0.005, ingress_lease_s=LEASE_S)
+        )
         self.ingress = OutputReceiver("127.0.0.1")
 
     def task(self, request_id: str = "a", timeout_s: float = 60.0, **changes: Any) -> SessionTask:
         request = (request_id.encode(),)
         address = changes.get("reply_to", self.ingress.address)
         reserved = changes.get("reservation", Reservation(4, 3, 40, 30, 0.5))
-        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, address, timeout_s, 30, reserved)
+        movable = changes.get("movable", False)
+        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, address, timeout_s, 30, reserved, movable)
 
     async def begin(self, request_id: str = "a", **changes: Any) -> asyncio.Task[Any]:
         """A run that the engine has taken."""
@@ -311,6 +322,40 @@ async def test_a_request_that_the_engine_refuses_harms_nobody_else(up: Fixture) 
     assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
 
 
+async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
+    runs = {name: await up.begin(name, movable=name != "c") for name in "abcd"}
+    up.engine.put(("a", 2, False), ("b", 1, False), ("c", 1, False))
+    await until(lambda: up.replica._live["a"].started)
+    assert up.replica.move_out(["s-a", "s-c", "s-d", "s-nobody"]) == 2
+    report = await asyncio.wait_for(runs["a"], WAIT_S)
+    assert (report.outcome, report.output_tokens) == (MOVED, 2)
+    assert up.engine.aborted == ["a"], "it has given its blocks back when it says so"
+    up.engine.put(("d", 1, False), ("c", 1, False))
+    assert (await asyncio.wait_for(runs["d"], WAIT_S)).outcome == MOVED
+    told = await up.manager.until(lambda snapshot: snapshot.counters.get("moved_out") == 2)
+    assert told.sessions == ("s-b", "s-c")
+    assert told.finished[-1] == Finished("s-d", 1, 1)
+    assert up.replica.move_out() == 1
+    assert (await asyncio.wait_for(runs["b"], WAIT_S)).outcome == MOVED
+    up.engine.put(("c", 1, True))
+    assert (await asyncio.wait_for(runs["c"], WAIT_S)).outcome == "finished"
+    assert up.replica.move_out() == 0
+
+
+async def test_it_lets_go_what_the_manager_says_and_tells_it_what_its_sessions_hold(up: Fixture) -> None:
+    up.replica._config = up.replica._config.model_copy(update={"overcommit": 1.5})
+    runs = [await up.begin(name, movable=name == "a") for name in "ab"]
+    up.engine.put(("a", 3, False))
+    told = await up.manager.until(lambda snapshot: snapshot.held_tokens == (33, 0))
+    assert told.movable == {"s-a"}
+    up.manager.move = ("s-a", "s-b")
+    up.engine.put(("b", 1, False))
+    assert (await asyncio.wait_for(runs[0], WAIT_S)).outcome == MOVED
+    await up.manager.until(lambda snapshot: snapshot.sessions == ("s-b",))
+    up.engine.put(("b", 1, True))
+    await asyncio.wait_for(runs[1], WAIT_S)
+
+
 async def test_an_ingress_that_takes_nothing_loses_its_session(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await up.begin("a")
     monkeypatch.setattr(up.replica._sender, "send", lambda address, frames: False)
@@ -319,6 +364,54 @@ async def test_an_ingress_that_takes_nothing_loses_its_session(up: Fixture, monk
         await asyncio.wait_for(run, WAIT_S)
     assert up.engine.aborted == ["a"]
     up.replica.check_health()
+
+
+async def test_an_ingress_that_dies_ends_its_runs_and_no_others(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = OutputReceiver("127.0.0.1")
+    mine, other = await up.begin("a", reply_to=dying.address), await up.begin("b")
+    up.engine.put(("a", 1, False), ("b", 1, False))
+    await receive(dying)
+    dying.close()
+    with pytest.raises(EngineError, match="the ingress is gone"):
+        await asyncio.wait_for(mine, WAIT_S)
+    assert up.engine.aborted == ["a"]
+    told = await up.manager.until(lambda snapshot: snapshot.sessions == ("s-b",))
+    assert told.finished == (Finished("s-a", 1, 1, orphaned=True),)
+    assert list(up.replica._sender._sockets) == [up.ingress.address]
+    up.engine.put(("b", 1, True))
+    assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
+
+
+@pytest.mark.slow
+async def test_an_ingress_that_does_not_answer_is_gone_after_its_lease(up: Fixture) -> None:
+    """Its process is stopped, say: connections stay, and nobody moves."""
+    mute = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+    code = (
+        f"import time, zmq; s = zmq.Context().socket(zmq.PULL); s.bind({address!r}); print(flush=True); time.sleep(999)"
+    )
+    mute.close()
+    ingress = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert ingress.stdout is not None
+        await asyncio.wait_for(ingress.stdout.readline(), WAIT_S)
+        run = await up.begin("a", reply_to=address)
+        await asyncio.sleep(2 * LEASE_S)
+        assert not run.done()
+        ingress.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineError, match="the ingress is gone"):
+            await asyncio.wait_for(run, WAIT_S)
+    finally:
+        ingress.kill()
+        await ingress.wait()
+
+
+async def test_an_ingress_that_cannot_be_reached(up: Fixture) -> None:
+    with pytest.raises(EngineError, match="the ingress cannot be reached"):
+        await asyncio.wait_for(up.replica.run(up.task(reply_to="tcp://127.0.0.1:9")), WAIT_S)
+    assert not up.engine.added
+    told = await up.manager.until(lambda snapshot: bool(snapshot.finished))
+    assert told.finished == (Finished("s-a", 1, 0, orphaned=True),)
 
 
 async def test_a_dead_engine_fails_open_runs_and_the_health_check(up: Fixture) -> None:
@@ -334,8 +427,23 @@ async def test_a_dead_engine_fails_open_runs_and_the_health_check(up: Fixture) -
     with pytest.raises(EngineError, match="out of memory"):
         await up.replica.run(up.task("c"))
     assert not up.engine.aborted, "a dead engine is asked nothing"
-    last = await up.manager.until(lambda snapshot: snapshot.phase is not Phase.READY)
-    assert last.phase is Phase.DRAINING, "nothing may be placed on it"
+    await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)  # nothing may be placed on it
+
+
+async def test_an_engine_that_dies_while_it_takes_a_request_leaves_no_error_that_nobody_saw(up: Fixture) -> None:
+    said = list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+
+    async def add(frames: tuple[bytes, ...]) -> None:
+        up.engine.steps.put_nowait(EngineError("out of memory"))
+        await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
+        raise EngineError("the engine is dead")
+
+    up.engine.add = add  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="the engine is dead"):
+        await up.replica.run(up.task("a"))
+    gc.collect()
+    assert not said
 
 
 async def test_an_engine_that_does_not_start(idle: Fixture) -> None:
@@ -509,3 +617,45 @@ async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: F
             await up.replica.run(up.task(f"r{number}"))
     told = await up.manager.until(lambda snapshot: snapshot.finished_version == count)
     assert [part.session_id for part in told.finished] == [f"s-r{number}" for number in range(6, count)]
+
+
+async def test_a_replica_that_is_held_is_not_ready(idle: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 0.005)
+    idle.manager.hold = True
+    starting = asyncio.create_task(idle.replica.start())
+    loaded = await idle.manager.until(lambda snapshot: snapshot.info is not None)
+    count = len(idle.manager.snapshots)
+    await until(lambda: len(idle.manager.snapshots) > count + 3)
+    assert not starting.done()
+    assert {loaded.phase, idle.manager.last.phase} == {Phase.LOADING}
+    with pytest.raises(EngineError, match="not ready"):
+        await idle.replica.run(idle.task())
+    idle.manager.hold = False
+    await asyncio.wait_for(starting, WAIT_S)
+    await idle.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
+
+
+async def test_a_replica_whose_engine_dies_while_it_is_held_does_not_start(idle: Fixture) -> None:
+    idle.manager.hold = True
+    starting = asyncio.create_task(idle.replica.start())
+    await idle.manager.until(lambda snapshot: snapshot.info is not None)
+    idle.engine.steps.put_nowait(EngineError("out of memory"))
+    with pytest.raises(EngineError, match="out of memory"):
+        await asyncio.wait_for(starting, WAIT_S)
+
+
+async def test_a_replica_does_not_wait_for_a_manager_that_is_away(idle: Fixture) -> None:
+    idle.manager.outage = Unavailable("away")
+    await asyncio.wait_for(idle.replica.start(), WAIT_S)
+
+
+async def test_a_replica_that_leaves_says_so_and_serves_what_was_placed_on_it(up: Fixture) -> None:
+    run = await up.begin("a")
+    up.replica.leave()
+    await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
+    late = await up.begin("b")
+    assert up.replica.open_runs == 2
+    up.engine.put(("a", 1, True), ("b", 1, True))
+    assert [(await asyncio.wait_for(each, WAIT_S)).outcome for each in (run, late)] == ["finished"] * 2
+    left = await up.manager.until(lambda snapshot: not snapshot.sessions)
+    assert left.phase is Phase.DRAINING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import ReplicaLost
+from deployments.errors import ReplicaGone, ReplicaLost
 from deployments.messages import SessionTask
 from deployments.router import PlacedRouter
 
@@ -148,6 +149,21 @@ async def test_a_call_to_a_replica_that_died_fails_even_when_no_replica_is_left(
     serve.delete("mortal")
 
 
+async def test_a_replica_that_serve_has_taken_out_gets_only_what_hands_over_a_session(cluster: None) -> None:
+    handle = deploy("shrinking")
+    names = await both_of(handle)
+    held = [handle.run.remote(task_for(name), 8.0) for name in names]
+    await asyncio.sleep(0.5)
+    deploying = asyncio.create_task(asyncio.to_thread(deploy, "shrinking", num_replicas=1))
+    async with asyncio.timeout(6):
+        while not (gone := [name for name in names if isinstance(await _failure(handle, task_for(name)), ReplicaGone)]):
+            await asyncio.sleep(0.1)
+    assert await handle.run.remote(replace(task_for(gone[0]), leaving=True)) == gone[0]
+    assert sorted(await asyncio.gather(*held)) == names
+    await deploying
+    serve.delete("shrinking")
+
+
 async def test_a_cancelled_call_leaves_nothing_waiting(echo: DeploymentHandle, names: list[str]) -> None:
     response = echo.run.remote(task_for("nobody"))
     await asyncio.sleep(0.05)
@@ -169,6 +185,14 @@ async def test_latency_of_a_placed_call(
     record_property("p50_ms", took[100] * 1e3)
     with capsys.disabled():
         print(f"\nplaced unary call: p50 {took[100] * 1e3:.1f} ms, p99 {took[197] * 1e3:.1f} ms")
+
+
+async def _failure(handle: DeploymentHandle, task: SessionTask) -> Exception | None:
+    try:
+        await handle.run.remote(task)
+    except ReplicaLost as error:
+        return error
+    return None
 
 
 async def _result(handle: DeploymentHandle, task: SessionTask) -> str:

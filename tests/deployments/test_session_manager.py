@@ -12,7 +12,9 @@ import pytest
 
 from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, PlacementConfig, PoolConfig
 from deployments.messages import (
+    MANAGER_LEAVES,
     Admit,
+    Finished,
     Mode,
     Peers,
     Phase,
@@ -20,6 +22,7 @@ from deployments.messages import (
     Reject,
     ReplicaInfo,
     ReplicaSnapshot,
+    Reservation,
     Role,
     SessionRequest,
 )
@@ -255,6 +258,16 @@ async def test_nothing_is_placed_on_a_lost_or_stale_replica(cluster: Cluster) ->
     assert not (await cluster.manager.ready())["ready"]
 
 
+async def test_a_manager_that_has_just_begun_calls_nobody_silent(cluster: Cluster) -> None:
+    assert await cluster.manager.silent(("d0", "nobody")) == ()
+    cluster.clock.now_s += 5.0
+    assert await cluster.manager.silent(("d0", "nobody")) == ("nobody",)
+    cluster.clock.now_s += 0.1
+    assert await cluster.manager.silent(("d0", "nobody")) == ("d0", "nobody")
+    await cluster.report(D0)
+    assert await cluster.manager.silent(("d0",)) == ()
+
+
 async def test_a_session_that_nobody_closes_gives_its_blocks_back(cluster: Cluster) -> None:
     await cluster.admit("a", 20)
     waiting = cluster.queue("b", 20)
@@ -267,6 +280,52 @@ async def test_a_session_that_nobody_closes_gives_its_blocks_back(cluster: Clust
     await cluster.report(D0)
     status = await cluster.manager.status()
     assert status["sessions"]["closed"] == {"expired": 1, "abandoned": 1}
+
+
+async def test_a_session_whose_ingress_is_gone_is_closed(cluster: Cluster) -> None:
+    placement = await cluster.admit("a", 20)
+    await cluster.report(D0, sessions=("a",))
+    waiting = cluster.queue("b", 20)
+    await settle()
+    over = Finished("a", placement.epoch, 3, orphaned=True)
+    for _ in range(2):
+        await cluster.report(D0, finished=(over,), finished_version=1)
+    assert (await cluster.manager.status())["sessions"]["closed"] == {"orphaned": 1}
+    answer = await waiting
+    assert isinstance(answer, Admit)
+    await cluster.manager.close("b", answer.placement.epoch, "finished")
+
+
+async def test_a_manager_that_has_been_restarted_listens_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would place meanwhile, it would place as if the first to report were all there are."""
+    cluster = Cluster()
+    monkeypatch.setattr(cluster.manager, "_listen_s", 0.2)
+    prefill = replace(P0, endpoints=("p",))
+    assert await cluster.peers(prefill) is None, "a replica would forget the others"
+    waiting, view = cluster.queue("a"), asyncio.create_task(cluster.manager.view())
+    await settle()
+    assert (await cluster.manager.status())["sessions"]["queued"] == 0
+    assert not waiting.done()
+    assert not view.done()
+    await cluster.report(replace(D0, endpoints=("d",)), sessions=("theirs",), reservations=(Reservation(5),))
+    cluster.clock.now_s += 0.2
+    answer = await asyncio.wait_for(waiting, 5.0)
+    assert isinstance(answer, Admit)
+    assert answer.placement.mode is Mode.DISAGGREGATED
+    assert {snapshot.replica_id for snapshot in (await view).snapshots} == {"p0", "d0"}
+    peers = await cluster.peers(prefill)
+    assert peers is not None
+    assert peers.endpoints == (("d",),)
+    load = (await cluster.manager.ready())["pools"]["decode-small"]["replicas"]["d0"]["load"]
+    assert load["free_blocks"] == D0.total_blocks - 5 - 10
+
+
+async def test_a_placement_gets_the_epoch_that_its_request_asks_for_or_a_higher_one(cluster: Cluster) -> None:
+    for least, epoch in ((7, 7), (1, 8), (8, 9)):
+        answer = await cluster.manager.open(replace(ask("a"), least_epoch=least))
+        assert isinstance(answer, Admit)
+        assert answer.placement.epoch == epoch
+        await cluster.manager.close("a", epoch, "lost")
 
 
 async def test_a_request_that_allows_no_mode_is_an_error_and_poisons_nothing(cluster: Cluster) -> None:
@@ -338,7 +397,7 @@ async def test_a_report_is_answered_with_peers_that_are_news(cluster: Cluster) -
     assert await cluster.peers(prefill, nobody.version) is None
     found = await cluster.peers(decode)
     assert found is not None
-    assert found.endpoints == (("p",),)
+    assert found.endpoints == (("d", "e"), ("p",)), "any decode replica may move a session to any other"
     await cluster.peers(other)
     news = await cluster.peers(prefill, nobody.version)
     assert news is not None
@@ -347,3 +406,25 @@ async def test_a_report_is_answered_with_peers_that_are_news(cluster: Cluster) -
     gone = await cluster.peers(prefill, news.version)
     assert gone is not None
     assert gone == nobody
+
+
+async def test_a_manager_that_leaves_sends_those_who_wait_to_the_next(cluster: Cluster) -> None:
+    placement = await cluster.admit("a", 20)
+    waiting = cluster.queue("b", 20)
+    await settle()
+    cluster.manager.leave()
+    for answer in (await asyncio.wait_for(waiting, 1.0), await cluster.manager.open(ask("c"))):
+        assert isinstance(answer, Reject)
+        assert (answer.code, answer.unavailable) == (MANAGER_LEAVES, True)
+    await cluster.manager.close("a", placement.epoch, "length")
+
+
+async def test_a_loaded_replica_is_held_until_its_engine_has_a_partner(cluster: Cluster) -> None:
+    async def held(replica: ReplicaInfo, version: int, phase: Phase = Phase.LOADING) -> bool:
+        return (await cluster.manager.report(ReplicaSnapshot(replica.replica_id, version, phase, replica))).hold
+
+    prefill, decode = (replace(each, replica_id=f"new-{each.pool}", fingerprint="new") for each in (P0, D0))
+    assert await held(prefill, 1)
+    assert not await held(decode, 1)
+    assert not await held(prefill, 2)
+    assert not await held(replace(D0, replica_id="odd", fingerprint="odd"), 1, Phase.READY)

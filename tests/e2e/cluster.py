@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ from typing import Any
 import httpx
 import yaml
 
+from app.serve_api import ServeApi
 from load_tests.application import ROOT, Application, NotStarted
+from load_tests.processes import marked
 
 MARKER = "BATON_TEST_RUN"
+NAME = "baton"
 
 
 @dataclass
@@ -33,18 +38,47 @@ class Cluster:
         return answer
 
     def settled(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """The status once nothing is open and every replica has counted its last session."""
+        """The status once nothing is open, no block is used, and every replica has counted its last session."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             first = self.status()
             time.sleep(1.2)  # replicas count within a heartbeat of falling idle
             second = self.status()
-            if not second["sessions"]["open"] and _counters(first) == _counters(second):
+            if not second["sessions"]["open"] and not _used(second) and _counters(first) == _counters(second):
                 return second
         raise AssertionError(f"the cluster did not settle: {self.status()}")
 
+    def deploy(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """`serve deploy` of what is running, with a change to its one application; returns when that is accepted."""
+        api = ServeApi(self.dashboard_url)
+        details = api.details()
+        application = details["applications"][NAME]["deployed_app_config"]
+        change(application)
+        api.deploy(
+            {name: details[name] for name in ("proxy_location", "http_options")} | {"applications": [application]}
+        )
+
+    def running(self) -> dict[str, set[str]]:
+        """Every deployment's replicas by actor name; empty while an update or anything else is under way."""
+        application = ServeApi(self.dashboard_url).details()["applications"][NAME]
+        deployments = application["deployments"]
+        states = {replica["state"] for each in deployments.values() for replica in each["replicas"]}
+        if application["status"] != "RUNNING" or states != {"RUNNING"}:
+            return {}
+        return {name: {replica["actor_name"] for replica in each["replicas"]} for name, each in deployments.items()}
+
+    def kill(self, deployment: str) -> None:
+        """Kill the process of a deployment's one replica."""
+        title = f"ray::ServeReplica:{NAME}:{deployment}"
+        (pid,) = [pid for pid, line in processes(self.marker).items() if line.startswith(title)]
+        os.kill(pid, signal.SIGKILL)
+
     def used_blocks(self) -> int:
-        return sum(replica["used_blocks"] for replica in self.status()["replicas"].values())
+        return _used(self.status())
+
+
+def _used(status: dict[str, Any]) -> int:
+    return sum(replica["used_blocks"] for replica in status["replicas"].values())
 
 
 def _counters(status: dict[str, Any]) -> dict[str, Any]:
@@ -58,12 +92,16 @@ def total(status: dict[str, Any], role: str, counter: str, pool: str | None = No
     return float(sum(replica["counters"].get(counter, 0) for replica in chosen))
 
 
-def start(config: str, directory: Path) -> Cluster:
-    """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready."""
+def start(config: str, directory: Path, **placement: Any) -> Cluster:
+    """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready.
+
+    `placement`: settings of that section to change.
+    """
     serve = yaml.safe_load((ROOT / "configs" / config).read_text())
     arguments = serve["applications"][0]["args"]
     trace_dir = directory / "trace"
     arguments.setdefault("channel", {})["trace_dir"] = str(trace_dir)
+    arguments["placement"] = arguments.get("placement", {}) | placement
     marker = uuid.uuid4().hex
     application = Application(serve, directory, {MARKER: marker})
     try:
@@ -82,13 +120,4 @@ def stop(cluster: Cluster) -> list[str]:
 
 def processes(marker: str) -> dict[int, str]:
     """Live processes that inherited the run's environment: their command lines by process id."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-    return {pid: line for pid, line in found.items() if line}
+    return marked(f"{MARKER}={marker}")

@@ -18,7 +18,7 @@ from load_tests.application import ROOT
 from tests.e2e import cluster as clusters
 from tests.e2e.cluster import Cluster
 
-LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 500, 1000, 1800)
+LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 600, 1800)
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 12, 96
 CROWD = 16
 

@@ -24,11 +24,10 @@ def main(model: str, questions: Path, answers: Path) -> None:
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     )
     asked = json.loads(questions.read_text())
-    told = {}
-    for name, (prompt, max_tokens) in asked.items():
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
-        told[name] = list(output.outputs[0].token_ids)
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked.values()]
+    params = [SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True) for _, limit in asked.values()]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    told = {name: list(output.outputs[0].token_ids) for name, output in zip(asked, outputs, strict=True)}
     answers.write_text(json.dumps(told))
 
 

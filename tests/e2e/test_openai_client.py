@@ -84,7 +84,7 @@ async def test_a_json_schema_is_obeyed(client: openai.AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         model=MODEL, messages=PARIS, max_tokens=40, temperature=0, response_format=schema
     )
-    assert raw.headers["x-baton-rule"] == "structured_output"
+    assert raw.headers["x-baton-mode"] == "disaggregated"
     content = raw.parse().choices[0].message.content
     assert isinstance(json.loads(content or "")["city"], str)
 

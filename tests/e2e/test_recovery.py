@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 import pytest
 
-from tests.e2e.client import body, client_of, complete, events, until
+from tests.e2e.client import client_of, complete, streamed, until
 from tests.e2e.cluster import Cluster, processes
 from tests.e2e.conftest import ANSWER_TOKENS, LONG_ANSWER_TOKENS, questions
 
@@ -22,10 +20,16 @@ KILLED = set[str]()
 def kill(cluster: Cluster, replica_id: str) -> None:
     """Kill a replica's process; its pool has no other."""
     pool = cluster.status()["replicas"][replica_id]["pool"]
-    title = f"ray::ServeReplica:baton:{pool}"
-    (pid,) = [pid for pid, line in processes(cluster.marker).items() if line.startswith(title)]
     KILLED.add(replica_id)
-    os.kill(pid, signal.SIGKILL)
+    cluster.kill(pool)
+
+
+def is_whole(cluster: Cluster) -> bool:
+    """Whether every pool has a replica that lives."""
+    status = cluster.status()
+    pools = status["pools"].values()
+    ready = [name for pool in pools for name, each in pool["replicas"].items() if each["fresh"] and each["load"]]
+    return bool(status["ready"]) and len(set(ready) - KILLED) == 3
 
 
 def prefilling(cluster: Cluster) -> list[dict[str, object]]:
@@ -36,21 +40,16 @@ async def test_decode_is_killed_in_the_middle_of_a_stream_and_the_answer_is_whol
     baton: Cluster, reference: dict[str, list[int]]
 ) -> None:
     asked, _ = questions()["recovery-long"]
-    streamed: list[int] = []
+    tokens: list[int] = []
     finish: list[str] = []
-    async with (
-        client_of(baton) as client,
-        client.stream("POST", "/v1/completions", json=body(asked, LONG_ANSWER_TOKENS, stream=True)) as response,
-    ):
-        async for event in events(response):
-            (choice,) = event["choices"]
-            streamed += choice["token_ids"] or []
-            finish += [choice["finish_reason"]] if choice["finish_reason"] else []
-            if len(streamed) >= 5 and not KILLED:
-                (promise,) = (await asyncio.to_thread(baton.status))["promises"]
-                assert promise["mode"] == "disaggregated"
-                await asyncio.to_thread(kill, baton, promise["decode"])
-    assert streamed == reference["recovery-long"]
+    async for choice in streamed(baton, asked, LONG_ANSWER_TOKENS):
+        tokens += choice["token_ids"] or []
+        finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+        if len(tokens) >= 5 and not KILLED:
+            (promise,) = (await asyncio.to_thread(baton.status))["promises"]
+            assert promise["mode"] == "disaggregated"
+            await asyncio.to_thread(kill, baton, promise["decode"])
+    assert tokens == reference["recovery-long"]
     assert finish == ["length"]
     assert baton.status()["sessions"]["closed"]["lost"] == 1
 
@@ -58,7 +57,8 @@ async def test_decode_is_killed_in_the_middle_of_a_stream_and_the_answer_is_whol
 async def test_prefill_is_killed_in_flight_and_nobody_waits_for_its_restart(
     baton: Cluster, reference: dict[str, list[int]]
 ) -> None:
-    asked, _ = questions()["recovery-1500"]
+    asked, _ = questions()["recovery-1500"]  # only the larger pool holds it
+    await until(lambda: is_whole(baton), BACK_WITHIN_S, "what was killed before is back")
     async with client_of(baton) as client:
         answer = asyncio.create_task(complete(client, asked, ANSWER_TOKENS))
         await until(lambda: bool(prefilling(baton)), SOON_S, "it is being prefilled")
@@ -75,13 +75,7 @@ async def test_prefill_is_killed_in_flight_and_nobody_waits_for_its_restart(
 async def test_the_killed_are_replaced_and_nothing_of_them_is_left(
     baton: Cluster, reference: dict[str, list[int]]
 ) -> None:
-    def whole() -> bool:
-        status = baton.status()
-        pools = status["pools"].values()
-        ready = [name for pool in pools for name, each in pool["replicas"].items() if each["fresh"] and each["load"]]
-        return status["ready"] and len(set(ready) - KILLED) == 3
-
-    await until(whole, BACK_WITHIN_S, "every pool has a living replica")
+    await until(lambda: is_whole(baton), BACK_WITHIN_S, "every pool has a living replica")
     async with client_of(baton) as client:
         again = await complete(client, questions()["recovery-200"][0], ANSWER_TOKENS)
     assert again.json()["choices"][0]["token_ids"] == reference["recovery-200"]

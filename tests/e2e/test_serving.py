@@ -154,9 +154,6 @@ async def test_a_prompt_too_big_for_small_goes_to_large(baton: Cluster) -> None:
 RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 1}, "prefill_local", "one_token"),
     ({"prompt_logprobs": 1}, "decode_local", "prompt_logprobs"),
-    ({"seed": 7, "temperature": 0.8}, "decode_local", "seeded_sampling"),
-    ({"frequency_penalty": 0.5}, "decode_local", "output_penalties"),
-    ({"bad_words": ["bad"]}, "decode_local", "bad_words"),
 ]
 
 

@@ -51,6 +51,7 @@ def test_a_worker_may_have_many_peers(inbox: zmq.Socket[bytes]) -> None:
     endpoint.close()
 
 
+@pytest.mark.slow
 def test_200_peers_leave_a_channel_as_it_was(prefill: Any, make_side: Callable[..., Any]) -> None:
     """Each decode replica is met, gets a handoff and goes: every second with its process, the others by name only."""
     at_start = None
@@ -108,6 +109,25 @@ def test_a_token_sender_forgets_who_was_sent_to_longest_ago(sender: TokenSender,
     sender.send(kept[0], FirstToken("s", 1, 0))
     assert list(sender._sockets) == [*kept[1:], kept[0]]
     assert len(sender._context._sockets) == 3
+
+
+def test_connections_to_workers_that_are_no_more_are_closed(
+    sender: TokenSender, inbox: zmq.Socket[bytes], no_leaks: None
+) -> None:
+    one, another, new = addresses(inbox, 3)
+    for address in (one, another):
+        sender.send(address, FirstToken("s", 1, 1))
+    sender.keep([one, another])
+    sender.keep([one])
+    assert list(sender._sockets) == [one]
+    sender.send(new, FirstToken("s", 1, 2))
+    sender.send(another, FirstToken("s", 1, 3))
+    sender.keep([one])  # nobody has heard of the new one yet
+    assert new in sender._sockets
+    sender.keep([one, new])
+    assert set(sender._sockets) == {one, new}, "what was sent to one that was gone already"
+    sender.keep([])
+    assert not sender._sockets
 
 
 def test_a_token_for_what_is_no_address_is_lost_and_no_error(

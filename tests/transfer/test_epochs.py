@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -219,5 +220,5 @@ class Epochs(RuleBasedStateMachine):
             plane.close()
 
 
-TestEpochs = Epochs.TestCase
+TestEpochs = pytest.mark.slow(Epochs.TestCase)
 TestEpochs.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

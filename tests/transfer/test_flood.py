@@ -51,8 +51,11 @@ class FaultyPlane(InProcessPlane):
 
 
 def make_lossy(endpoint: Endpoint, seed: int) -> None:
-    """Lose some messages, repeat some, and send some after later ones."""
-    send, generator = endpoint.send, random.Random(seed)
+    """Lose some messages, repeat some, and send some after later ones of the same connection.
+
+    What is late when a connection is closed is lost with it, as a socket's queue is.
+    """
+    send, disconnect, generator = endpoint.send, endpoint.disconnect, random.Random(seed)
     late: list[tuple[Any, AnyMessage]] = []
 
     def lossy(to: Any, message: AnyMessage) -> None:
@@ -68,7 +71,11 @@ def make_lossy(endpoint: Endpoint, seed: int) -> None:
         if late and generator.random() < 0.3:
             send(*late.pop(0))
 
-    endpoint.send = lossy  # type: ignore[method-assign]
+    def lose_late(address: str) -> None:
+        late[:] = [(to, message) for to, message in late if to != address]
+        disconnect(address)
+
+    endpoint.send, endpoint.disconnect = lossy, lose_late  # type: ignore[method-assign]
 
 
 class Replica:
@@ -354,6 +361,7 @@ SHARDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "block_size", "prefills", "decodes", "handoffs"), SHARDS)
 def test_no_byte_is_wrong_and_no_block_is_lost(
     make_side: Callable[..., Any], seed: int, block_size: int, prefills: int, decodes: int, handoffs: int

@@ -113,6 +113,7 @@ def _no_leaks(workers: dict[str, Remote], no_leaks: None) -> None:
     """The workers outlive the tests: look at leaks once they are there."""
 
 
+@pytest.mark.slow
 def test_bytes_arrive_coalesced_and_nowhere_else(prefill: Remote, decode: Remote) -> None:
     peer = prefill.call("address")
     handoffs = {
@@ -142,6 +143,7 @@ def test_bytes_arrive_coalesced_and_nowhere_else(prefill: Remote, decode: Remote
         assert counters["open_receiving"] == counters["open_writing"] == 0
 
 
+@pytest.mark.slow
 def test_a_cancel_in_the_middle_frees_both_sides(prefill: Remote, decode: Remote) -> None:
     decode.call("offer", "cancelled", prefill.call("address"), [1, 2, 3])
     prefill.call("save", "cancelled", 8, 12, [4, 5, 6])
@@ -153,6 +155,7 @@ def test_a_cancel_in_the_middle_frees_both_sides(prefill: Remote, decode: Remote
     prefill.wait_counter("open_writing", 0)
 
 
+@pytest.mark.slow
 def test_a_killed_process_fails_its_own_handoffs_only(
     prefill: Remote, decode: Remote, workers: dict[str, Remote]
 ) -> None:

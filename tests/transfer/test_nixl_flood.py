@@ -15,6 +15,10 @@ from tests.transfer.test_nixl_channel import Remote
 from transfer.blocks import blocks_for
 
 BLOCKS, BLOCK_SIZE, LONGEST = 256, 4, 20
+pytestmark = pytest.mark.slow
+
+CLOSING = 5
+"""So many descriptors of the last connections may be about to be closed; what 190 meetings left would be more."""
 
 
 @pytest.fixture
@@ -174,7 +178,7 @@ def test_200_meetings_leave_both_processes_as_they_were(pair: tuple[Remote, Remo
     hand_over(prefill, decode, "between")  # and whatever was said on earlier connections has been heard
     for remote, then in zip(pair, before, strict=True):
         now = remote.call("resources")
-        assert all(now[name] <= then[name] for name in now), (then, now)
+        assert all(now[name] <= then[name] + CLOSING for name in now), (then, now)
     for _ in range(20):
         decode.call("meet", peer)
         wait_resource(prefill, "agents", 1)

@@ -188,6 +188,7 @@ def bodies(draw: st.DrawFn, hello: Hello) -> bytes:
     return bytes(body)
 
 
+@pytest.mark.slow
 def test_no_message_ends_the_channel_or_a_handoff(
     prefill: Any, decode: Any, make_peer: Callable[..., Peer], fake_prefill: FakePrefill
 ) -> None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 from configs.schema import (
     BatonConfig,
@@ -98,6 +101,13 @@ class Running:
         await asyncio.wait_for(answer.done.wait(), WAIT_S)
         return answer
 
+    def logprobs(self, request_id: str) -> list[float]:
+        """Of each token that this engine gave for a request, where that asked for them."""
+        given = [output.payload for step in self.steps for output in step.outputs if output.request_id == request_id]
+        return [
+            value for payload in given if payload.new_logprobs is not None for value in _first(payload.new_logprobs)
+        ]
+
     async def until(self, condition: Callable[[EngineLoad], bool]) -> None:
         """Wait for a step whose load satisfies a condition."""
         async with asyncio.timeout(WAIT_S):
@@ -163,29 +173,45 @@ class EnginePair:
         """A prompt that was not there before."""
         return [self._random.randint(100, 40_000) for _ in range(tokens)]
 
-    def part(self, role: Role, session: str, epoch: int = 1) -> dict[str, Any]:
+    def part(self, role: Role, session: str, epoch: int = 1, answered: Sequence[int] = ()) -> dict[str, Any]:
         """The sampling parameters that give a request its part in a handoff."""
         peer = self.decode if role is Role.PREFILL else self.prefill
         baton = {"role": role.value, "session": session, "epoch": epoch, "peers": list(peer.info.endpoints)}
-        return {"extra_args": {"kv_transfer_params": {"baton": baton}}}
+        return {"extra_args": {"kv_transfer_params": {"baton": baton}, "baton_answered": list(answered)}}
 
-    async def begin(self, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> tuple[str, Answer, Answer]:
-        """Start a disaggregated request, decode first: its session, and both engines' answers."""
+    async def begin(
+        self, prompt: Sequence[int], max_tokens: int, answered: Sequence[int] = (), **sampling: Any
+    ) -> tuple[str, Answer, Answer]:
+        """Start a disaggregated request, decode first: its session, and both engines' answers.
+
+        `answered`: tokens of its answer that came from elsewhere; `max_tokens` counts them.
+        """
         self._sessions += 1
         session = f"session-{self._sessions}"
-        rest = {**sampling, **self.part(Role.DECODE, session), "max_tokens": max_tokens - 1}
-        first = {**sampling, **self.part(Role.PREFILL, session), "max_tokens": 1}
-        decoded = await self.decode.send(session, prompt, **rest)
+        whole = {**sampling, **self.part(Role.DECODE, session, answered=answered), "max_tokens": max_tokens}
+        first = {**sampling, **self.part(Role.PREFILL, session, answered=answered), "max_tokens": len(answered) + 1}
+        first["min_tokens"] = min(first["max_tokens"], first.get("min_tokens", 0))
+        decoded = await self.decode.send(session, prompt, **whole)
         prefilled = await self.prefill.send(session, prompt, **first)
         return session, prefilled, decoded
 
-    async def disaggregated(self, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> list[int]:
+    async def disaggregated(
+        self, prompt: Sequence[int], max_tokens: int, answered: Sequence[int] = (), **sampling: Any
+    ) -> list[int]:
         """The tokens of a disaggregated request."""
-        _, prefilled, decoded = await self.begin(prompt, max_tokens, **sampling)
+        _, prefilled, decoded = await self.begin(prompt, max_tokens, answered, **sampling)
         await asyncio.wait_for(decoded.done.wait(), WAIT_S)
         await asyncio.wait_for(prefilled.done.wait(), WAIT_S)
         assert (prefilled.reason, decoded.reason) == (1, 1)
         return prefilled.tokens + decoded.tokens
+
+
+def _first(logprobs: Any) -> list[float]:
+    """The sampled tokens' own, as vLLM has them or as the double writes them."""
+    if isinstance(logprobs, list):
+        dtype, shape, data = logprobs[1]
+        return [float(row[0]) for row in np.frombuffer(data.data, dtype).reshape(shape)]
+    return [float(row[0]) for row in logprobs.logprobs]
 
 
 def encode_plain(request_id: str, prompt: Sequence[int], sampling: dict[str, Any]) -> tuple[bytes, ...]:
@@ -275,6 +301,24 @@ async def _start_vllm(role: Role) -> Running:
         host="127.0.0.1",
     )
     return Running(engine, await engine.start(), encode, decode_outputs)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked() -> Iterator[None]:
+    """Engines are forked: on CPU vLLM spawns, and each process then imports vLLM anew, 12 s of a core.
+
+    They inherit torch's threads, which a new process takes from OMP_NUM_THREADS: one, as engines share the cores.
+    """
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (utils, multiproc_executor):
+            patch.setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+        yield
+    torch.set_num_threads(threads)
 
 
 Factory = Callable[[], contextlib.AbstractAsyncContextManager[EnginePair]]

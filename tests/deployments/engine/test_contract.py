@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,6 +66,43 @@ async def test_disaggregated_is_token_identical_to_local(engine_pair: Any, block
     await engine_pair.decode.settle()
 
 
+TOKENS = 24
+LIST = '{"type": "array", "items": {"type": "string"}, "minItems": 40}'
+COUNTS_THE_ANSWER: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "greedy": lambda free: {},
+    "min_tokens": lambda free: {"min_tokens": 18, "stop_token_ids": [free[6], free[20]]},
+    "penalties": lambda free: {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.1},
+    "bad_words": lambda free: {"_bad_words_token_ids": [free[2:4], free[8:10], free[13:15]]},
+    "grammar": lambda free: {"structured_outputs": {"json": LIST}},
+    "seed": lambda free: {"seed": 7, "temperature": 1.0, "top_p": 0.9},
+    "logprobs": lambda free: {"logprobs": 2},
+}
+"""Sampling that counts, or is moved by, generated tokens; made from what is answered without it."""
+
+
+@pytest.mark.parametrize("name", COUNTS_THE_ANSWER)
+async def test_an_answer_goes_on_elsewhere_as_if_undisturbed(engine_pair: Any, name: str) -> None:
+    """On another engine, on the same one, and split; and what is split from the beginning is answered alike."""
+    prefill, decode = engine_pair.prefill, engine_pair.decode
+    prompt = engine_pair.prompt(2 * decode.info.chunk_tokens + 5)  # prefilled in several steps
+    free = await decode.generate(f"{name}-free", prompt, max_tokens=TOKENS)
+    sampling = COUNTS_THE_ANSWER[name](free.tokens)
+    whole = await decode.generate(f"{name}-whole", prompt, max_tokens=TOKENS, **sampling)
+    for sent, engine in ((1, prefill), (3, decode), (14, prefill)):
+        told = {**sampling, "max_tokens": TOKENS, "extra_args": {"baton_answered": whole.tokens[:sent]}}
+        rest = await engine.generate(f"{name}-{sent}", prompt, **told)
+        assert (rest.tokens, rest.reason) == (whole.tokens[sent:], whole.reason), sent
+        assert engine.logprobs(f"{name}-{sent}") == pytest.approx(decode.logprobs(f"{name}-whole")[sent:], abs=1e-4)
+    assert whole.reason == LENGTH or name == "min_tokens"
+    if whole.reason == LENGTH:
+        assert await engine_pair.disaggregated(prompt, TOKENS, **sampling) == whole.tokens
+        assert await engine_pair.disaggregated(prompt, TOKENS, whole.tokens[:5], **sampling) == whole.tokens[5:]
+    if engine_pair.caches_prefixes and name not in ("greedy", "logprobs"):
+        assert whole.tokens != free.tokens, "it has an effect"
+    await prefill.settle()
+    await decode.settle()
+
+
 async def test_a_repeated_prompt_is_answered_alike(engine_pair: Any) -> None:
     prompt = engine_pair.prompt(3 * engine_pair.block_size + 1)
     answers = [await engine_pair.disaggregated(prompt, 6) for _ in range(3)]
@@ -81,6 +119,39 @@ async def test_identical_prompts_at_one_moment_and_16_at_once(engine_pair: Any) 
         assert tokens == local.tokens
     await engine_pair.prefill.settle()
     await engine_pair.decode.settle()
+
+
+async def test_a_running_session_is_handed_over_to_another_engine(engine_pair: Any) -> None:
+    """A move: decode, which has let a session go, writes what it has where prefill would have written the prompt."""
+    source, target, size = engine_pair.decode, engine_pair.prefill, engine_pair.block_size
+    prompt, limit = engine_pair.prompt(2 * size - 10 if size > 10 else 7), 40
+    running = await source.send("moving", prompt, max_tokens=limit)
+    async with asyncio.timeout(120):
+        while len(running.tokens) < 15:
+            running.grew.clear()
+            await running.grew.wait()
+    await source.engine.abort(["moving"])
+    given = list(running.tokens)
+    before, seen = await source.engine.counters(), len(source.steps)
+    parts = {
+        "decode": (target, source, limit),
+        "prefill": (source, target, len(given) + 1),
+    }
+    answers = []
+    for role, (engine, peer, tokens) in parts.items():
+        baton = {"role": role, "session": "moved", "epoch": 2, "peers": list(peer.info.endpoints)}
+        extra = {"kv_transfer_params": {"baton": baton}, "baton_answered": given}
+        answers.append(await engine.send("moved", prompt, max_tokens=tokens, extra_args=extra))
+    await asyncio.wait_for(asyncio.gather(*(answer.done.wait() for answer in answers)), 120)
+    decoded, handed_over = answers
+    after = await source.engine.counters()
+    assert after["blocks_written"] > before["blocks_written"]
+    if engine_pair.caches_prefixes:
+        assert [step.prefill_tokens for step in computed(source.steps[seen:])] == [0], "the last token alone"
+    await source.settle()
+    await target.settle()
+    whole = await source.generate("whole", prompt, max_tokens=limit)
+    assert [*given, *handed_over.tokens, *decoded.tokens] == whole.tokens
 
 
 async def test_its_steps_say_what_was_computed_and_idleness_is_no_part_of_them(engine_pair: Any) -> None:

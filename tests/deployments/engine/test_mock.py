@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from configs.schema import MockEngineConfig
+from deployments.engine.mock import IDLE_TOKEN
 from deployments.engine.mock_memory import FIRST_TOKEN, LAST_TOKEN, MockMemory
 from deployments.engine.protocol import EngineError
 from deployments.messages import Role
@@ -47,6 +48,18 @@ async def test_the_answer_depends_on_every_block_that_was_moved(
         pair.prefill = healthy
         assert (split == local.tokens) == (plane is InProcessPlane)
         assert split[0] == local.tokens[0], "the first token comes from the prefill engine's own KV"
+
+
+async def test_an_engine_that_computes_nothing_still_hands_over_and_frees(make_pair: Callable[..., Any]) -> None:
+    """Its tokens are all alike, its blocks and handoffs are real."""
+    idle = SMALL.model_copy(update={"computes": False})
+    async with make_pair(idle, max_model_len=64) as pair:
+        split = await asyncio.gather(*(pair.disaggregated(pair.prompt(9 + n), 5) for n in range(6)))
+        whole = await pair.decode.generate("whole", pair.prompt(9), max_tokens=5)
+        assert {tuple(tokens) for tokens in [*split, whole.tokens]} == {(IDLE_TOKEN,) * 5}
+        await pair.prefill.until_counter(lambda counts: counts["bytes_written"] > 0)
+        for side in (pair.prefill, pair.decode):
+            await side.settle()
 
 
 def test_tokens_depend_on_every_token_its_place_the_seed_and_the_layer() -> None:
@@ -205,8 +218,6 @@ async def test_what_cannot_be_served_is_refused(make_mock: Any, make_pair: Any) 
                 await pair.decode.send("wrong", prompt)
         with pytest.raises(EngineError, match="not a request"):
             await pair.decode.engine.add((b"\x00nonsense",))
-        with pytest.raises(EngineError, match="a prefill request on a decode replica"):
-            await pair.decode.send("wrong", [5], **pair.part(Role.PREFILL, "wrong"))
     with pytest.raises(EngineError, match="24 blocks do not hold 97 tokens"):
         await make_mock(Role.DECODE, SMALL, max_model_len=97).start()
 

@@ -5,9 +5,10 @@ The model is tiny and random, with heads enough to be split four ways.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from vllm.sampling_params import RepetitionDetectionParams
 
 from configs.schema import BatonConfig, ModelConfig, PlacementConfig, PoolConfig, VllmEngineConfig
 from deployments.engine.build import environment
+from deployments.engine.protocol import Step
 from deployments.messages import Mode
-from load_tests.control_plane import PREFILL, SMALL
+from load_tests.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer
 from tests.deployments.real_engines import RealEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -60,17 +63,19 @@ def pool(tensor_parallel_size: int = 1, engine_args: dict[str, Any] | None = Non
 
 
 @asynccontextmanager
-async def cluster(model: Path, prefill: PoolConfig, decode: PoolConfig) -> AsyncIterator[RealEngines]:
+async def cluster(
+    model: Path, prefill: PoolConfig, decode: PoolConfig, *large: PoolConfig, max_model_len: int = MAX_MODEL_LEN
+) -> AsyncIterator[RealEngines]:
     config = BatonConfig(
-        model=ModelConfig(source=str(model), dtype="float32", max_model_len=MAX_MODEL_LEN),
+        model=ModelConfig(source=str(model), dtype="float32", max_model_len=max_model_len),
         prefill=prefill,
-        decode={"small": decode},
-        placement=PlacementConfig(snapshot_interval_s=0.01),
+        decode=dict(zip(("small", "large"), (decode, *large), strict=False)),
+        placement=PlacementConfig(split="always", snapshot_interval_s=0.01),
     )
     os.environ.update(environment(config, "prefill"))
     made = RealEngines(config)
     try:
-        await made.start(PREFILL, SMALL)
+        await made.start(PREFILL, SMALL, *[LARGE for _ in large])
         yield made
     finally:
         await made.close()
@@ -103,7 +108,7 @@ async def check(engines: RealEngines, lengths: list[int], block_size: int, items
     await engines.all_is_free()
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4)], ids=["1 to 2", "2 to 1", "2 to 4"])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 4)], ids=["2 to 1", "2 to 4"])
 async def test_heads_are_split_on_the_way(model: Path, prefill: int, decode: int) -> None:
     async with cluster(model, pool(prefill), pool(decode)) as engines:
         await check(engines, [2, 33, 64, 200], block_size=32)
@@ -131,11 +136,15 @@ SAMPLING: list[dict[str, Any]] = [
     {"repetition_penalty": 1.8},
     {"top_k": 1, "temperature": 0.9},
     {"allowed_token_ids": [7, 8, 9, 10]},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"allowed_token_ids": [7, 8], "_bad_words_token_ids": [[7, 7], [8, 8]]},
+    {"seed": 7, "temperature": 1.0, "top_p": 0.9},
+    {"allowed_token_ids": [7], "repetition_detection": RepetitionDetectionParams(1, 1, min_count=9)},
 ]
 
 
-async def test_whatever_is_split_is_exact(model: Path) -> None:
-    """Tokens, log probabilities and the reason of the end: those of one engine."""
+async def test_whatever_is_split_is_exact_and_goes_on_elsewhere(model: Path) -> None:
+    """Tokens, log probabilities and the reason of the end: those of one engine, also when it dies in the middle."""
     async with cluster(model, pool(), pool()) as engines:
         for sampling in SAMPLING:
             asked = prompt(70)
@@ -149,6 +158,100 @@ async def test_whatever_is_split_is_exact(model: Path) -> None:
             assert len(split.tokens) > 1, sampling
             for one, other in zip(logprobs(split), logprobs(alone), strict=True):
                 assert one == pytest.approx(other, abs=1e-4)
+        await check_going_on(engines)
+
+
+async def check_going_on(engines: RealEngines) -> None:
+    """Decode dies; prefill, which has nobody else to give them to, ends the answers by itself."""
+    asked = [(prompt(150), {**sampling, "max_tokens": 500}) for sampling in SAMPLING]
+    whole = await undisturbed_answers(engines, asked)
+    answers = [await engines.ask(each, **sampling) for each, sampling in asked]
+    for answer in answers:
+        await answer.has(2)
+    await engines.replicas[SMALL]._engine.shutdown()
+    await are_as_undisturbed(answers, whole)
+    gone_on = [answer for answer in answers if Mode.PREFILL_LOCAL in answer.context.modes]
+    assert gone_on, "some may have been over"
+
+
+async def test_a_crowd_is_moved_about_and_nothing_is_computed_again(model: Path) -> None:
+    """Prompts and answers end in the midst of blocks, and how an answer goes on depends on all of it."""
+    async with cluster(model, pool(), pool(), pool()) as engines:
+        asked = [(prompt(40 + 9 * n), {**sampling, "max_tokens": 150}) for n, sampling in enumerate(SAMPLING)]
+        whole = await undisturbed_answers(engines, asked)
+        answers = [await engines.ask(each, **sampling) for each, sampling in asked]
+        for answer in answers:
+            await until_more(answer, 2)
+        computed = count_computed(engines)
+        moved = 0
+        for _ in range(4):
+            moved += sum([engines.replicas[each].move_out() for each in (SMALL, LARGE)])
+            for answer in answers:
+                await until_more(answer, 5)
+        await are_as_undisturbed(answers, whole)
+        assert moved > len(asked)
+        assert sum(computed) == 0
+        await engines.all_is_free()
+        assert (await engines.manager.status())["sessions"]["closed"].get("lost", 0) == 0
+
+
+async def test_without_a_block_to_spare_a_moved_session_computes_again(model: Path) -> None:
+    """Two decode engines that hold one session each, which takes all blocks."""
+    tokens, size = 192, 64
+    one = pool(
+        block_size=size, kv_cache_memory_bytes=(tokens // size + 1) * size * LAYERS * HEADS * 2 * HEAD_DIM * FLOAT32
+    )
+    async with cluster(model, pool(block_size=size), one, one, max_model_len=tokens) as engines:
+        for known, again in ((20, False), (50, True)):
+            asked = prompt(90)
+            whole = await engines.alone(asked, max_tokens=tokens - 90)
+            answer = await (await engines.ask(asked, max_tokens=tokens - 90)).has(known)
+            computed = count_computed(engines)
+            assert sum([engines.replicas[each].move_out() for each in (SMALL, LARGE)]) == 1
+            assert (await answer.over()).tokens == whole
+            assert bool(sum(computed)) is again
+        assert not sum([(await engines.replicas[each].counters())["preemptions"] for each in (SMALL, LARGE)])
+
+
+async def until_more(answer: Answer, tokens: int) -> None:
+    """Wait for so many more tokens, or the end."""
+    enough = len(answer.tokens) + tokens
+    await answer._until(lambda: answer.reason is not None or len(answer.tokens) >= enough, WAIT_S)
+
+
+def count_computed(engines: RealEngines) -> list[int]:
+    """Tokens that the decode engines compute from now on, by step, without those of steps of one."""
+    computed: list[int] = []
+    for replica_id in (SMALL, LARGE):
+        engine = engines.replicas[replica_id]._engine
+        engine.step = counting(engine.step, computed)  # type: ignore[method-assign]
+    return computed
+
+
+def counting(step: Callable[[], Awaitable[Step]], computed: list[int]) -> Callable[[], Awaitable[Step]]:
+    async def counted() -> Step:
+        taken = await step()
+        computed.extend(each.prefill_tokens for each in taken.steps)
+        return taken
+
+    return counted
+
+
+async def undisturbed_answers(engines: RealEngines, asked: list[tuple[list[int], dict[str, Any]]]) -> list[Answer]:
+    """Of decode alone, all at once."""
+    return await asyncio.gather(
+        *(engines.answer(each, **{**sampling, "prompt_logprobs": 0}) for each, sampling in asked)
+    )
+
+
+async def are_as_undisturbed(answers: list[Answer], whole: list[Answer]) -> None:
+    """To the end: tokens, the reason of the end, log probabilities."""
+    for answer, undisturbed in zip(answers, whole, strict=True):
+        await answer.over()
+        assert answer.context.error is None
+        assert (answer.tokens, answer.reason) == (undisturbed.tokens, undisturbed.reason)
+        for one, other in zip(logprobs(answer), logprobs(undisturbed), strict=True):
+            assert one == pytest.approx(other, abs=1e-3), "of other batches"
 
 
 def logprobs(answer: Any) -> list[list[float]]:

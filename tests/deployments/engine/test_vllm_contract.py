@@ -5,13 +5,17 @@ No engine is started: when a new vLLM moves something, one of these names it.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import weakref
 from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, ModelConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -22,8 +26,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
@@ -32,11 +38,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.version import __version__
 
 from deployments.cluster_core import _FINISH, ClusterCore, traits
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvents
 from deployments.engine.vllm import IN_PROCESS, NixlConnector, VllmEngine
+from transfer.answered import AnsweredRequests
 from transfer.connector import BatonConnector, _take_ascending
 
 CONNECTOR_HOOKS = {
@@ -86,6 +96,35 @@ def test_new_blocks_are_taken_ascending() -> None:
     assert len(set(again)) == 12
 
 
+def test_a_block_that_is_found_in_part_is_copied_before_it_is_written_to() -> None:
+    """What is done with one of ours; tests/transfer/test_partial_blocks.py has vLLM's manager find them."""
+    schedule = inspect.getsource(Scheduler.schedule)
+    assert "self.kv_cache_manager.get_computed_blocks(request)" in inspect.getsource(
+        Scheduler._get_local_prefix_cache_hit
+    )
+    assert "if partial_tail and ext_tokens > partial_tail:" in schedule, "decode takes what prefill sends, the tail too"
+    assert "self._free_cow_retained_blocks(" in schedule
+    assert "kv_cache_block_copies" in names(SchedulerOutput)
+    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+        assert "copy_kv_cache_blocks_inplace(" in source(runner)
+    assert "_apply_cow(" in inspect.getsource(FullAttentionManager.allocate_new_blocks)
+    assert parameters(generate_block_hash_extra_keys)[1:3] == ["start_token_idx", "end_token_idx"]
+
+
+def test_a_block_with_a_name_is_taken_late_and_loses_it_then() -> None:
+    assert "if block.block_hash is None or not self.enable_caching" in inspect.getsource(BlockPool.free_blocks)
+    assert "_maybe_evict_cached_block(block)" in inspect.getsource(BlockPool.get_new_blocks)
+    assert "block.reset_hash()" in inspect.getsource(BlockPool._remove_cached_block_hashes)
+    assert "block.reset_hash()" in inspect.getsource(BlockPool.reset_prefix_cache)
+    freed = inspect.getsource(Scheduler._free_request)
+    assert freed.index("self._connector_finished(request)") < freed.index("self._free_blocks(request)")
+    assert "num_in_flight_tokens" in vars(Request.from_engine_core_request(a_request(), None))
+
+
+def a_request() -> EngineCoreRequest:
+    return EngineCoreRequest("r", [1, 2], None, SamplingParams(max_tokens=1), None, 0.0, None, None, None)
+
+
 def names(cls: Any) -> set[str]:
     return {field.name for field in fields(cls)}
 
@@ -121,16 +160,80 @@ def test_a_step_is_timed_between_its_scheduling_and_its_statistics() -> None:
     assert parameters(NixlConnector.build_connector_meta) == parameters(NixlPullConnector.build_connector_meta)
 
 
-def test_a_request_takes_the_first_token_as_its_prompts_last() -> None:
-    params = SamplingParams(max_tokens=3, extra_args={"kv_transfer_params": {"baton": {"role": "decode"}}})
+def test_what_was_answered_elsewhere_is_output_that_has_yet_to_be_computed() -> None:
+    """As of a request that comes back after a preemption."""
+    params = SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": {"baton": {"role": "decode"}}})
     core = EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None)
     request = Request.from_engine_core_request(core, None)
     assert request.kv_transfer_params == {"baton": {"role": "decode"}}
-    from transfer.connector import _continue_from
+    params.extra_args = {**(params.extra_args or {}), "baton_answered": [3, 4]}
+    side = AnsweredRequests.__new__(AnsweredRequests)
+    side._scheduler = SimpleNamespace(structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True))
+    side._unread = weakref.WeakSet()
+    side.begin(request)
+    assert side.is_ready(request)
+    side.go_on(request, 5)
+    assert (request.num_prompt_tokens, request.num_tokens, request.num_output_tokens) == (2, 5, 3)
+    assert list(request.all_token_ids) == [1, 2, 3, 4, 5]
+    assert request.prompt_token_ids == [1, 2]
+    assert request.prefill_stats is None
+    assert params.extra_args["baton_answered"] == [3, 4, 5], "for runner V1"
 
-    _continue_from(request, 3)
-    assert (request.num_prompt_tokens, request.num_tokens, request.num_output_tokens) == (3, 3, 0)
-    assert list(request.all_token_ids) == request.prompt_token_ids == [1, 2, 3]
+    schedule = inspect.getsource(Scheduler.schedule)
+    assert "num_new_tokens = request.num_tokens - num_computed_tokens" in schedule
+    assert "if request.prefill_stats and request.num_preemptions <= 0" in schedule
+    assert "self.connector.on_new_request(request)" in inspect.getsource(Scheduler.add_request)
+    made = inspect.getsource(Scheduler.__init__)
+    assert "KVConnectorFactory.create_connector(" in made
+    assert "self.structured_output_manager = " in made
+    assert "grammar_compile_error_reqs" in made
+
+
+def test_a_grammar_reads_what_was_answered_before_its_request_is_first_scheduled() -> None:
+    assert parameters(StructuredOutputManager.accept_tokens) == ["self", "request", "new_token_ids"]
+    schedule, blocked = (
+        inspect.getsource(each) for each in (Scheduler.schedule, Scheduler._handle_blocked_waiting_request)
+    )
+    assert schedule.index("_handle_blocked_waiting_request(") < schedule.index("get_num_new_matched_tokens(")
+    assert "if ext_tokens is None:" in schedule
+    assert "struct_output_req.grammar is None" in blocked
+    assert "error_req_ids = set(self.grammar_compile_error_reqs)" in inspect.getsource(Scheduler.update_from_output)
+
+
+def test_model_runner_v1_takes_a_new_request_for_one_without_output() -> None:
+    update, sampled = (
+        inspect.getsource(each) for each in (GPUModelRunner._update_states, GPUModelRunner._bookkeeping_sync)
+    )
+    assert "output_token_ids=[]," in update
+    assert update.index("generator.manual_seed(sampling_params.seed)") < update.index("self.input_batch.add_request(")
+    assert "gen.set_offset(gen.get_offset() - 4)" in sampled
+    assert parameters(InputBatch.add_request) == ["self", "request"]
+
+
+def test_the_config_says_which_model_runner_it_is() -> None:
+    assert isinstance(inspect.getattr_static(VllmConfig, "use_v2_model_runner"), property)
+    assert "use_fp64_gumbel" in names(ModelConfig)
+
+
+def test_model_runner_v2_is_told_what_is_prompt_and_draws_by_position() -> None:
+    """It needs Triton, and has not been run with any of this: the source says how."""
+    assert "req._all_token_ids," in inspect.getsource(Scheduler.schedule)
+    runner = source("vllm.v1.worker.gpu.model_runner")
+    assert "prompt_len = new_req_data.prompt_len" in runner
+    assert "all_token_ids=new_req_data.prefill_token_ids" in runner
+    assert "output_len = total_len - prompt_len" in source("vllm.v1.worker.gpu.sample.bad_words")
+    assert "self.req_states.prompt_len.gpu,\n                self.req_states.prefill_len.gpu," in source(
+        "vllm.v1.worker.gpu.sample.penalties"
+    )
+    assert "min_len = prompt_len + min_tokens" in source("vllm.v1.worker.gpu.sample.logit_bias")
+    assert "murmur3_uniform32(seed, pos, keys)" in source("vllm.v1.worker.gpu.sample.gumbel")
+
+
+def source(module: str) -> str:
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).read_text()
 
 
 def test_the_scheduler_holds_an_aborted_loads_blocks_until_it_is_reported() -> None:
@@ -196,12 +299,9 @@ def test_traits_of_a_request() -> None:
         params = SamplingParams(max_tokens=5, **sampling)
         return traits(EngineCoreRequest("r", [1], None, params, None, 0.0, None, None, None))
 
-    assert of(temperature=0.0, seed=1).seeded_sampling is False
-    assert of(temperature=0.5, seed=1).seeded_sampling is True
-    assert of(presence_penalty=0.1).output_penalties is True
-    assert of(repetition_penalty=1.2).output_penalties is False
     assert of(prompt_logprobs=0).prompt_logprobs is True
-    assert of(bad_words=["a"]).bad_words is True
+    assert of(thinking_token_budget=3).stateful_logits is True
+    assert (of().prompt_logprobs, of().stateful_logits, of().max_tokens) == (False, False, 5)
 
 
 def test_kv_events_are_read_as_they_are_written() -> None:

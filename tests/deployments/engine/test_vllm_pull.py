@@ -37,7 +37,7 @@ CONFIG = BatonConfig(
     prefill=POOL,
     decode={"small": POOL},
     channel=ChannelConfig(kind="vllm", handoff_timeout_s=200),  # no test waits so long for a lease
-    placement=PlacementConfig(snapshot_interval_s=0.01),
+    placement=PlacementConfig(split="always", snapshot_interval_s=0.01),
 )
 _random = random.Random(3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deployments.fleet_view import FleetView, ReplicaView, View
@@ -334,3 +336,41 @@ def test_of_another_class_of_its_rank_only_those_who_are_due_before_it_are_ahead
     assert room.ahead_of(of_class("quick", "x"), 8.0) == 2, "q0 is late, and p0 is due"
     assert room.ahead_of(of_class("patient", "x"), 3.0) == 3
     assert room.ahead_of(of_class("idler", "x"), 3.0) == 4
+
+
+def again(session_id: str, tokens: int, priority: str = "") -> SessionRequest:
+    return replace(ask(session_id, tokens), attempt=2, priority=priority)
+
+
+def test_what_is_placed_again_goes_before_whoever_waits() -> None:
+    classes = PriorityClasses([PriorityClass("chat", ttft_s=0.5), PriorityClass("batch", rank=1)], "batch")
+    room = room_of(replace(ask("first", 5), priority="chat"), ask("due", 5), classes=classes)
+    for number in range(2):
+        assert room.enter(again(f"again-{number}", 5, "batch"), 1.0) == Entered()
+    one = fleet_of(decode("d", 5, 5))
+    order = [called(room, one, 1.0) for _ in range(4)]
+    assert [name for name, _ in filter(None, order)] == ["again-0", "again-1", "first", "due"]
+    assert len(room) == 0
+
+
+def test_one_placed_again_that_has_no_room_does_not_hold_up_those_behind_it() -> None:
+    room = room_of(ask("small", 5))
+    assert room.enter(again("large", 50), 0.0) == Entered()
+    found = called(room, fleet_of(decode("d", 100, 10)), 0.0)
+    assert found is not None
+    assert found[0] == "small"
+
+
+def test_the_room_is_never_full_for_what_is_placed_again_nor_does_it_leave_for_others() -> None:
+    classes = PriorityClasses(
+        [PriorityClass("chat", max_queued=1), PriorityClass("batch", rank=1, max_queued=1)], "batch"
+    )
+    room = room_of(ask("a", 5), max_requests=1, classes=classes)
+    assert room.enter(again("b", 5), 0.0) == Entered()
+    assert room.leave("a")
+    refused = room.enter(replace(ask("c", 5), priority="chat"), 0.0)
+    assert isinstance(refused, Reject)
+    assert refused.code == "queue_full"
+    assert "b" in room
+    assert room.leave("b")
+    assert room.enter(ask("d", 5), 0.0) == Entered()

@@ -19,13 +19,15 @@ from deployments.messages import (
     Reject,
     ReplicaInfo,
     ReplicaSnapshot,
+    Reservation,
     Role,
     SessionRequest,
     StepSample,
 )
 from deployments.policy.allocator import TRUSTED_STEPS, Allocator
 from deployments.policy.breakers import FIRST_S
-from deployments.policy.split import ANY
+from deployments.policy.retry_budget import LEAST, RETRY_BUDGET
+from deployments.policy.split import ANY, ONE_ENGINE
 
 BLOCK = 16
 PRIOR = (5e-3, 1e-4, 0.0, 1e-4, 1e-7)
@@ -122,6 +124,17 @@ def test_what_is_placed_is_expected_in_the_cache_so_that_the_next_turn_goes_ther
     assert again.cached_tokens == 1024
 
 
+def test_what_a_replica_has_cached_is_not_expected_of_it_again() -> None:
+    p0, d0 = info("p0"), info("d0", total_blocks=100_000)
+    allocator = allocator_of(p0, d0)
+    hashes = tuple(range(1, 101))
+    report(allocator, p0, 2, cache=CacheChange(1, hashes[:60], (), True))
+    report(allocator, d0, 2, cache=CacheChange(1, hashes[:50], (), True))
+    placement = admitted(allocator, ask("a", 1616, hashes=hashes, allowed=(Mode.DISAGGREGATED,)))
+    assert placement.cached_tokens == 960
+    assert allocator.index.expected == 2 * 50, "what both have"
+
+
 def test_an_affinity_goes_back_to_its_replicas() -> None:
     allocator = allocator_of(*(info(f"p{i}") for i in range(8)), *(info(f"d{i}", 100_000) for i in range(8)))
     first = admitted(allocator, ask("a", affinity="conversation"))
@@ -207,6 +220,25 @@ def test_one_who_has_waited_longer_than_its_class_allows_is_refused_then() -> No
     assert (session_id, decision.code, decision.retry_after_s) == ("b", "predicted_ttft", 1.0)
     assert decision.reason.startswith("waited 0.6 s, over the 0.5 s TTFT of class chat: KV blocks are short: 20 needed")
     assert list(answers.values()) == [[], []], "no trust yet, no admission; and none placed again"
+
+
+def test_what_gave_tokens_before_it_was_lost_goes_on_without_budget() -> None:
+    allocator = allocator_of(info("p0"), info("d0"))
+
+    def again(session_id: str, progressed: bool = False) -> Admit | Reject | None:
+        decision = allocator.open(ask(session_id, 16, 16, attempt=2, progressed=progressed), 0.0)
+        if isinstance(decision, Admit):
+            allocator.close(session_id, decision.placement.epoch, "failed", 0.0)
+        return decision
+
+    for number in range(2 * LEAST):
+        assert isinstance(again(f"a{number}", progressed=True), Admit)
+    for number in range(LEAST):
+        assert isinstance(again(f"b{number}"), Admit)
+    refused = again("c")
+    assert isinstance(refused, Reject)
+    assert refused.code == RETRY_BUDGET
+    assert isinstance(again("d", progressed=True), Admit)
 
 
 def test_overcommit_promises_more_than_there_is_and_without_it_nothing_is() -> None:
@@ -327,3 +359,80 @@ def test_what_is_learned_while_somebody_waits_counts_for_them_too() -> None:
     assert decision.placement.forecast.prefill_s == pytest.approx(3 * first.forecast.prefill_s, rel=0.2)
     columns = allocator.fleet.live(1.0, allocator._coefficients).columns(Role.PREFILL)
     assert columns.coefficients["prefill"] == allocator.models["prefill"].coefficients
+
+
+# ---- moves
+
+
+def leaving(allocator: Allocator, session_id: str, replica_id: str, **more: Any) -> Placement:
+    return admitted(allocator, ask(session_id, 200, 120, attempt=2, leaving=replica_id, **more))
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.DRAINING])
+def test_whoever_lets_a_session_go_hands_it_over(phase: Phase) -> None:
+    allocator = allocator_of(info("p0"), info("d0"), info("d1", total_blocks=30), info("d2"))
+    allocator.report(ReplicaSnapshot("d0", 2, phase, info("d0")), 0.0)
+    report(allocator, info("d2"), 2, sessions=("x", "y"), running=2, running_tokens=4000, used_blocks=990)
+    placement = leaving(allocator, "a", "d0")
+    assert (placement.mode, placement.reason, placement.reserved_blocks) == (Mode.DISAGGREGATED, "moved", 20)
+    assert placement.decode == info("d1", total_blocks=30)
+    assert placement.prefill == info("d0")
+    assert placement.reservation("d0", 200).blocks == 13
+
+
+def test_who_is_moved_stands_in_no_line_and_takes_no_retry_budget() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=20), info("d1", total_blocks=60))
+    for name in ("a", "b"):
+        admitted(allocator, ask(name))
+    assert allocator.open(ask("c", 360, 360), 0.0) is None
+    for number in range(100):
+        placement = leaving(allocator, f"m{number}", "d0")
+        assert (placement.owner.replica_id, placement.reason) == ("d1", "moved")
+        allocator.close(placement.session_id, placement.epoch, "moved", 0.0)
+
+
+def test_where_nobody_has_room_for_it_the_rest_waits_like_any_other() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=20), info("d1", total_blocks=20))
+    for name in ("a", "b"):
+        admitted(allocator, ask(name))
+    assert allocator.open(ask("a", 200, 120, attempt=2, leaving="d0"), 0.0) is None
+    allocator.close("b", 1, "length", 0.0)
+    ((_, answer),) = allocator.answers(0.0)
+    assert isinstance(answer, Admit)
+    assert answer.placement.reason != "moved", "what it left behind has not waited for it"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "source", "engine"), [(ONE_ENGINE, "d0", "engine"), (ANY, "nobody", "engine"), (ANY, "d0", "another")]
+)
+def test_what_cannot_be_handed_over_is_placed_like_any_other(allowed: Any, source: str, engine: str) -> None:
+    allocator = allocator_of(info("p0"), info("d1"), replace(info("d0"), fingerprint=engine))
+    assert leaving(allocator, "a", source, allowed=allowed).reason != "moved"
+
+
+def pressed(replica: ReplicaInfo, version: int = 9, **more: Any) -> ReplicaSnapshot:
+    """It has two long answers and one free block."""
+    listed = {"sessions": ("a", "b"), "reservations": (Reservation(40, 40, 400),) * 2, "held_tokens": (160, 320)}
+    load = {**listed, "movable": frozenset("ab"), "used_blocks": replica.total_blocks - 1, "running": 2, **more}
+    return ReplicaSnapshot(replica.replica_id, version, Phase.READY, replica, **load)
+
+
+def test_a_pressed_replica_lets_go_what_others_have_room_for_and_gets_nothing_new() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=60), info("d1", total_blocks=60), overcommit=2.0)
+    allocator.report(pressed(info("d0", total_blocks=60)), 1.0)
+    assert allocator.let_go(allocator.fleet.snapshots()["d0"], 1.0) == ("b",)
+    assert allocator.let_go(allocator.fleet.snapshots()["d0"], 1.1) == (), "it has just been told"
+    assert allocator.open(ask("new", 16, 16), 1.1) is None, "the other's room is kept for what was let go"
+    move = allocator.open(ask("b", 320, 320, attempt=2, leaving="d0"), 1.1)
+    assert isinstance(move, Admit)
+    assert (move.placement.owner.replica_id, move.placement.reason) == ("d1", "moved")
+    allocator.report(pressed(info("d1", total_blocks=60)), 1.2)
+    assert allocator.let_go(allocator.fleet.snapshots()["d1"], 1.2) == (), "the other is pressed, too"
+
+
+def test_a_replica_that_runs_low_lets_nothing_go_where_nobody_can_take_it() -> None:
+    few = info("d0", total_blocks=60)
+    for others in ([], [replace(info("d1"), fingerprint="another")], [info("d1", total_blocks=30)]):
+        allocator = allocator_of(info("p0"), few, *others, overcommit=2.0)
+        allocator.report(pressed(few), 1.0)
+        assert allocator.let_go(allocator.fleet.snapshots()["d0"], 1.0) == ()

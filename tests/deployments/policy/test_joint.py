@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from deployments.fleet_view import Flags
 from deployments.messages import Mode, Role, SessionRequest
 from deployments.policy.joint import Joint
+from deployments.policy.outlook import MANY, Outlook
 from deployments.policy.placement import Field
 from load_tests.bench.placement import Cluster
 
@@ -37,8 +40,9 @@ class Asking(Cluster):
         return replace(request, affinity=affinity, prompt_tokens=tokens, max_tokens=self.rng.randint(2, 2000))
 
 
-def test_it_is_never_more_than_what_one_replica_costs() -> None:
-    cluster, policy = Asking(24, 2000, 50, seed=3), Checked()
+@pytest.mark.parametrize("shared_blocks", [0, 4])
+def test_it_is_never_more_than_what_one_replica_costs(shared_blocks: int) -> None:
+    cluster, policy = Asking(24, 2000, 50, seed=3, shared=shared_blocks), Checked()
     cluster.allocator._policy = policy
     modes = set()
     for _ in range(DECISIONS):
@@ -49,3 +53,19 @@ def test_it_is_never_more_than_what_one_replica_costs() -> None:
             cluster.turn()
     assert modes == {Mode.DISAGGREGATED, Mode.DECODE_LOCAL}
     assert policy.closest_s < 1e-3, "it is near what it bounds"
+
+
+@pytest.mark.parametrize("shared_blocks", [0, 4])
+def test_hits_on_few_replicas_and_on_all_are_predicted_as_one_by_one(shared_blocks: int) -> None:
+    cluster = Cluster(60, 2000, 20, seed=3, shared=shared_blocks)
+    sizes = set()
+    for _ in range(20):
+        request, view = cluster.request(), cluster.allocator._live(cluster.now_s)
+        columns = view.columns(Role.DECODE)
+        outlook = Outlook(request, columns, cluster.allocator._knowledge(request), cluster.now_s)
+        for row, cached, seconds in zip(outlook.hit_rows, outlook.hit_tokens, outlook.hit_prefill_s, strict=True):
+            steps, kind = columns.of_kind(int(columns.kind[row]))
+            assert seconds == steps.prefill_s(request.prompt_tokens, int(cached), kind.chunk_tokens)
+            assert outlook.cached_on(row) == cached
+        sizes.add(len(outlook.hit_rows) > MANY)
+    assert sizes == {shared_blocks > 0}

@@ -82,6 +82,14 @@ def test_an_expectation_counts_until_its_time_is_over() -> None:
     assert (len(index), index.expected) == (4, 0)
 
 
+def test_blocks_that_a_replica_is_known_to_have_are_not_expected_of_it_again() -> None:
+    index = up("a", "b")
+    index.apply("a", CacheChange(2, PROMPT[:4], ()), 0.0)
+    index.expect(["a"], PROMPT, 0.0, known=4)
+    assert index.expected == len(PROMPT) - 4
+    assert index.hits(PROMPT) == {"a": len(PROMPT)}
+
+
 def test_an_expectation_does_not_take_away_what_is_cached() -> None:
     index = up("a")
     index.apply("a", CacheChange(2, stored=PROMPT[:4]), 0.0)

@@ -1,0 +1,146 @@
+"""Whether anything grows: an hour of steady load with random faults on the mock cluster, its memory sampled.
+
+`make bench NAME=soak`, or with `ARGS="--minutes 10"`. Progress goes to stderr; the last line of stdout is one JSON
+object.
+
+**What runs.** The mock cluster, the crowd and the faults of `make bench NAME=chaos`, with fewer clients and about one
+fault in two seconds. What the load itself remembers of an answer is forgotten once that has been judged.
+
+**What is measured.** Every few seconds, after a garbage collection: the process's resident memory, what of it the
+program has asked of the C heap and not given back (`heap_mib`; the rest of the heap's growth is the allocator's
+fragmentation), and the number of Python objects. The first third is warm-up. `*_growth`: the median of the last third
+less that of the second, and as a share of it; `*_per_hour`: the slope of a line through all samples after warm-up.
+`leaked` as in `chaos`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from resource import getpagesize
+from typing import Any
+
+import numpy as np
+
+from configs.schema import BatonConfig
+from load_tests.chaos.crowd import Crowd, questions
+from load_tests.chaos.faults import KINDS, Faults
+from load_tests.chaos.held import leaked
+from load_tests.chaos.mock import MAY, MUST_NOT, QUESTIONS, REPLICAS, WARM_UP_S, settings, warm
+from load_tests.control_plane import in_process
+from load_tests.machine import conditions, heap_bytes
+
+SAMPLES, PAUSE_S = 90, 4.0
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at_s: float
+    rss_mib: float
+    heap_mib: float
+    objects: int
+
+
+def sample(began_s: float) -> Sample:
+    """The process now."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    rss_mib = pages * getpagesize() / MIB
+    return Sample(time.monotonic() - began_s, rss_mib, heap_bytes() / MIB, len(gc.get_objects()))
+
+
+def growth(samples: Sequence[Sample], figure: str) -> dict[str, float]:
+    """What a figure grew by after warm-up; see the module."""
+    third = len(samples) // 3
+    values = np.array([getattr(each, figure) for each in samples])
+    middle, last = np.median(values[third : 2 * third]), np.median(values[2 * third :])
+    slope = np.polyfit([each.at_s for each in samples[third:]], values[third:], 1)[0]
+    return {
+        f"{figure}_start": round(float(values[0]), 1),
+        f"{figure}_end": round(float(values[-1]), 1),
+        f"{figure}_growth": round(float(last - middle), 1),
+        f"{figure}_growth_share": round(float((last - middle) / middle), 4),
+        f"{figure}_per_hour": round(float(slope) * 3600, 1),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """What to do. `pause_s`: at most between two faults; `kinds`: those that may be drawn."""
+
+    seconds: float
+    clients: int
+    seed: int = 1
+    samples: int = SAMPLES
+    pause_s: float = PAUSE_S
+    warm_up_s: float = WARM_UP_S
+    questions: int = QUESTIONS
+    kinds: Sequence[str] = KINDS
+    replica_ids: Sequence[str] = REPLICAS
+    config: BatonConfig = field(default_factory=settings)
+
+
+async def run(soak: Soak) -> dict[str, Any]:
+    """One run; see the module."""
+    seconds, samples = soak.seconds, soak.samples
+    async with in_process(soak.config, soak.replica_ids) as cluster:
+        asked = await questions(cluster, random.Random(soak.seed), soak.questions)
+        before = await warm(cluster, asked, soak.clients, soak.warm_up_s)
+        cluster.answers.clear()
+        crowd = Crowd(cluster, asked, random.Random(soak.seed + 1), forgets=True)
+        disturber = Faults(cluster, random.Random(soak.seed + 2), soak.pause_s, soak.kinds)
+        began_s = time.monotonic()
+
+        def is_over() -> bool:
+            return time.monotonic() - began_s > seconds
+
+        async def disturb() -> None:
+            while not is_over():
+                await disturber.run(1)
+                disturber.deaths.clear()
+
+        taken = list[Sample]()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(crowd.run(soak.clients, is_over))
+            group.create_task(disturb())
+            for number in range(1, samples + 1):
+                await asyncio.sleep(max(0.0, began_s + number * seconds / samples - time.monotonic()))
+                taken.append(sample(began_s))
+                print(taken[-1], f"{disturber.counts.total()} faults", file=sys.stderr, flush=True)
+        more = await leaked(cluster, before)
+    return {
+        "minutes": round(seconds / 60, 1),
+        "faults": disturber.counts.total(),
+        "sessions": crowd.verdicts.total(),
+        **{name: crowd.verdicts[name] for name in (*MUST_NOT, *MAY)},
+        **growth(taken, "rss_mib"),
+        **growth(taken, "heap_mib"),
+        **growth(taken, "objects"),
+        "leaked": more,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--clients", type=int, default=60, help="sessions in flight")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    before = conditions()
+    gc.freeze()  # what the modules are made of stays what it is, and need not be looked through at each sample
+    result = asyncio.run(run(Soak(60 * options.minutes, options.clients, options.seed)))
+    asked = {"clients": options.clients, "seed": options.seed}
+    print(json.dumps({"benchmark": "soak", "conditions": before | asked, **result}))
+
+
+if __name__ == "__main__":
+    main()

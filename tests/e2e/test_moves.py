@@ -1,0 +1,86 @@
+"""A running session is moved from one decode replica to the other: the client sees a short gap, and the same answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.local_ray import LOOPBACK_ONLY
+from load_tests.application import ROOT
+from tests.e2e.client import streamed
+from tests.e2e.cluster import Cluster, total
+from tests.e2e.conftest import LONG_ANSWER_TOKENS, questions
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+MOVE_AFTER = (20, 45, 70)
+
+
+@pytest.fixture(scope="module")
+def mover(baton: Cluster) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.e2e.mover"]
+    variables = os.environ | LOOPBACK_ONLY | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": baton.application.ray_address}
+    if (Path.home() / ".ray" / "auth_token").exists():  # then `ray start` has asked for it; `ray.init` does not look
+        variables["RAY_AUTH_MODE"] = "token"
+    with subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        yield process
+        process.kill()
+
+
+def let_go(mover: subprocess.Popen[str], pool: str) -> int:
+    """Have a pool's one replica let all its sessions go; how many those were."""
+    assert mover.stdin is not None
+    assert mover.stdout is not None
+    mover.stdin.write(f"{pool}\n")
+    mover.stdin.flush()
+    return int(mover.stdout.readline())
+
+
+async def test_a_running_session_is_moved_to_and_fro_and_its_answer_is_the_same(
+    baton: Cluster, reference: dict[str, list[int]], mover: subprocess.Popen[str]
+) -> None:
+    asked, _ = questions()["recovery-long"]
+    before = await asyncio.to_thread(baton.settled)
+    tokens: list[int] = []
+    times_s: list[float] = []
+    moves: list[float] = []
+    known = 0
+    async for choice in streamed(baton, asked, LONG_ANSWER_TOKENS):
+        tokens += choice["token_ids"] or []
+        times_s.append(time.monotonic())
+        if len(moves) < len(MOVE_AFTER) and len(tokens) >= MOVE_AFTER[len(moves)]:
+            (promise,) = (await asyncio.to_thread(baton.status))["promises"]
+            pool = before["replicas"][promise["decode"]]["pool"]
+            known += len(asked) + len(tokens)
+            moves.append(time.monotonic())
+            assert await asyncio.to_thread(let_go, mover, pool) == 1
+    assert tokens == reference["recovery-long"]
+    after = await asyncio.to_thread(baton.settled)
+    assert after["sessions"]["closed"]["moved"] == len(MOVE_AFTER)
+    assert total(after, "decode", "moved_out") == len(MOVE_AFTER)
+    assert total(after, "decode", "preemptions") == 0
+    written = total(after, "decode", "blocks_written") - total(before, "decode", "blocks_written")
+    assert written > 0, "the KV cache went by the channel"
+    there = sum(
+        total(after, "decode", each) - total(before, "decode", each) for each in ("cached_tokens", "loaded_tokens")
+    )
+    at_least = len(asked) + 2 * known - len(MOVE_AFTER)
+    assert there >= at_least, "of what the client had, the replica that lets go computes the last token, the other none"
+    assert not baton.used_blocks()
+    gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
+    step_s = statistics.median(gaps_s)
+    longest_s = sorted(gaps_s)[-len(moves) :]
+    print(f"a step {step_s * 1e3:.1f} ms; the longest gaps {[f'{each / step_s:.1f} steps' for each in longest_s]}")

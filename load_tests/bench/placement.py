@@ -14,7 +14,8 @@ Before the clock starts, the index holds `--blocks` blocks over all replicas, in
 replicas, and `--sessions` sessions are in flight. Prompts are `PROMPT_BLOCKS` blocks long; of half of them some
 replicas have a prefix. After every decision, and off the clock, an older session has its prefill done, another is
 closed and a replica reports, a step with it, so that rows are made anew as in production: that work is timed apart, as
-`events_us`.
+`events_us`. `shared_prompt` is the largest fleet again, where all prompts also begin with the same `SHARED_BLOCKS`
+blocks, which every replica has: a system prompt.
 
 `index_bytes_per_block`: memory of the process that the index took when it was filled, by tracemalloc, over its blocks.
 """
@@ -53,6 +54,7 @@ from load_tests.machine import conditions
 BLOCK = 128
 PROMPT_BLOCKS = 32
 PREFIX_BLOCKS = 25
+SHARED_BLOCKS = 4
 MODES = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL, Mode.PREFILL_LOCAL)
 PRIOR = (4e-3, 3e-5, 1e-9, 2e-5, 5e-9)
 
@@ -60,7 +62,7 @@ PRIOR = (4e-3, 3e-5, 1e-9, 2e-5, 5e-9)
 class Cluster:
     """An allocator with so many replicas, blocks in its index, and sessions in flight."""
 
-    def __init__(self, replicas: int, blocks: int, sessions: int, seed: int) -> None:
+    def __init__(self, replicas: int, blocks: int, sessions: int, seed: int, shared: int = 0) -> None:
         self.rng = random.Random(seed)
         engine = MockEngineConfig(block_size=BLOCK)
         pool = PoolConfig(engine=engine)
@@ -73,6 +75,7 @@ class Cluster:
         )
         self.allocator = Allocator(config, self.rng)
         self.infos = [_info(number) for number in range(replicas)]
+        self.shared = self._hashes(shared)
         self.prefixes = [self._hashes(PREFIX_BLOCKS) for _ in range(max(1, blocks // (3 * PREFIX_BLOCKS // 2)))]
         self.versions = 0
         self.sequences = dict.fromkeys((info.replica_id for info in self.infos), 0)
@@ -82,6 +85,8 @@ class Cluster:
         for info in self.infos:
             self.report(info)
         self.index_bytes = self._fill()
+        for info in self.infos if shared else ():
+            self._store(info, self.shared)
         while len(self.flying) < sessions:
             self.decide()
 
@@ -117,6 +122,7 @@ class Cluster:
         self.number += 1
         known = self.rng.random() < 0.5
         head = self.rng.choice(self.prefixes)[: self.rng.randint(1, PREFIX_BLOCKS)] if known else ()
+        head = self.shared + head
         hashes = head + self._hashes(PROMPT_BLOCKS - len(head))
         client = f"client-{self.rng.randrange(100)}"
         tokens = PROMPT_BLOCKS * BLOCK + 17
@@ -179,16 +185,23 @@ def measure(cluster: Cluster, decisions: int, collector: Collector) -> dict[str,
 def run(replicas: Sequence[int], blocks: int, sessions: int, decisions: int, seed: int) -> dict[str, Any]:
     """Every size in turn. The index's memory is that of the largest."""
     by_replicas: dict[str, dict[str, float]] = {}
-    collector = Collector()
     index_bytes = 0.0
     for count in replicas:
         print(f"{count} replicas: filling", file=sys.stderr)
         cluster = Cluster(count, blocks, sessions, seed)
         index_bytes = cluster.index_bytes
-        measure(cluster, max(50, decisions // 10), collector)  # what the first ones pay for is not a decision's cost
-        by_replicas[str(count)] = measure(cluster, decisions, collector)
+        by_replicas[str(count)] = _warm_and_measure(cluster, decisions)
         print(f"{count} replicas: {by_replicas[str(count)]}", file=sys.stderr)
-    return {"by_replicas": by_replicas, "index_bytes_per_block": round(index_bytes, 1)}
+    cluster = Cluster(max(replicas), blocks, sessions, seed, SHARED_BLOCKS)
+    shared = _warm_and_measure(cluster, decisions)
+    print(f"{max(replicas)} replicas, a shared system prompt: {shared}", file=sys.stderr)
+    return {"by_replicas": by_replicas, "shared_prompt": shared, "index_bytes_per_block": round(index_bytes, 1)}
+
+
+def _warm_and_measure(cluster: Cluster, decisions: int) -> dict[str, float]:
+    collector = Collector()
+    measure(cluster, max(50, decisions // 10), collector)  # what the first ones pay for is not a decision's cost
+    return measure(cluster, decisions, collector)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

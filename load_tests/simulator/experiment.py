@@ -102,6 +102,8 @@ def perform(experiment: Experiment) -> dict[str, Any]:
         "admission": experiment.admission,
         "ingresses": experiment.ingresses,
         "allocators": experiment.allocators,
+        "requests": experiment.requests,
+        "seed": experiment.seed,
         **summarise(result.records, classes),
         "preemptions": result.preemptions,
         "simulated_s": round(result.simulated_s, 1),

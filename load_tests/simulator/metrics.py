@@ -56,8 +56,8 @@ class Record:
         return not self.refused and self.ttft_s <= objectives.ttft_s and self.tpot_s <= objectives.tpot_s
 
 
-def summarise(records: Sequence[Record], classes: Classes, warmup_share: float = 0.3) -> dict[str, Any]:
-    """Figures over the requests that arrived after the first `warmup_share` of the time; goodput is per second of it.
+def summarise(records: Sequence[Record], classes: Classes, warmup_share: float = 0.5) -> dict[str, Any]:
+    """Figures over the requests that arrived after the first `warmup_share` of the time; goodput is per second of that.
 
     Percentiles are over the served ones, 0.0 where there are none.
     """
@@ -77,6 +77,8 @@ def summarise(records: Sequence[Record], classes: Classes, warmup_share: float =
         "hit_rate": _rounded(sum(record.cached_blocks for record in served) / blocks if blocks else 0.0),
         "refused": len(counted) - len(served),
         "counted": len(counted),
+        "warmup_s": _rounded(begin_s),
+        "counted_s": _rounded(length_s),
         "pool_share": _shares([record.pool for record in served]),
         "mode_share": _shares([record.mode for record in served]),
         "refusals": dict(Counter(record.refused for record in counted if record.refused)),

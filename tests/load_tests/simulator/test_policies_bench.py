@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from load_tests.bench.policies import ADMITTED, POLICIES, _many, _with_many, experiments, parse
+from load_tests.bench.policies import ADMITTED, LARGE_POLICIES, POLICIES, _many, _with_many, experiments, parse
 from load_tests.simulator.verdict import Row, compare, knee
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,6 +66,16 @@ def test_every_policy_runs_without_admission_and_joint_with_it_too() -> None:
     )
 
 
+def test_a_large_fleet_gets_more_requests_and_fewer_runs() -> None:
+    small, large = (experiments(parse(["--replicas", size, "--traces", "azure"])) for size in ("64", "1000"))
+    assert len(large) < len(small)
+    assert large[0].requests > 8 * small[0].requests
+    assert set(LARGE_POLICIES) == {one.policy for one in large} < {one.policy for one in small}
+    few = ["--replicas", "1000", "--traces", "azure", "--policies", "power_of_two", "--loads", "1"]
+    asked = experiments(parse(few))
+    assert [(one.policy, one.load) for one in asked] == [("power_of_two", 1.0)]
+
+
 def test_at_the_knee_eight_ingresses_share_a_manager_and_eight_decide_for_themselves() -> None:
     rows = [{**each, "trace": "azure", "replicas": 16} for each in SWEEP]
     made = _with_many(parse(["--quick", "--loads", "0.5,1.0", "--traces", "azure"]), rows)
@@ -109,6 +119,7 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_quick_run_ends_with_one_line_of_json(tmp_path: Path) -> None:
     trace_files(tmp_path)
     done = bench(tmp_path, "--quick", "--requests", "40", "--loads", "0.5,8")

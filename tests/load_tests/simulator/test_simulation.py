@@ -150,6 +150,7 @@ def test_figures_count_what_met_both_objectives_after_the_warm_up() -> None:
     ]
     figures = summarise(records, goals, warmup_share=0.2)
     assert (figures["counted"], figures["refused"]) == (5, 1)
+    assert (figures["warmup_s"], figures["counted_s"]) == (2.0, 8.0)
     assert figures["offered"] == pytest.approx(5 / 8)
     assert figures["goodput"] == pytest.approx(2 / 8)
     assert figures["hit_rate"] == 0.25

@@ -1,0 +1,177 @@
+"""What serving costs beside the engine: CPU per token and request, and time added, at 1 to 1,000 concurrent streams.
+
+`make bench NAME=overhead`; shorter: `ARGS="--streams 1,32 --seconds 5 --peers baton,starlette"`. Progress goes to
+stderr; the last line of stdout is one JSON object.
+
+**Who.** Each over an engine that computes nothing and takes `--step-s` for a step, whatever is in it. `baton`: the
+whole application, one prefill and one decode replica with mock engines whose steps hardly cost CPU
+(`engine.computes: false`), `placement.split` as `--split` says. `starlette`: a plain server, one uvicorn process, that
+streams events of the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker
+computes nothing (`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker,
+one replica (its prefill-decode application has one hop and one engine more, and needs a real worker).
+
+**What is asked.** So many streams at any time, each followed by the next: prompts of 32 tokens, answers of 64, for
+`--seconds` after a quarter of that. The client is one process beside them on the same cores.
+
+**Figures.** CPU is that of all processes of the server but engines' own (`VLLM::EngineCore` and workers) and Ray's
+daemons (raylet, GCS, dashboard, agents, the launcher), which `cpu_us_per_token_by` shows apart; Baton's mock engines
+run inside the replicas and count. `requests_per_s`: that ended in the window; what a server can do, where the engine
+is not what holds it up: at 1,000 streams. `added_ms_p99`: of the gaps between tokens, less a step; tokens of one event
+count as one gap and gaps of nothing. `ttft_ms_p99`: has one step of the engine in it, or two where a prompt is split.
+`tokens_per_event`: above 1 when a server could not keep up and put several together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from load_tests.client import Answer, Client, closed_loop
+from load_tests.machine import conditions
+from load_tests.peers.doubles import DOUBLES, MOST_STREAMS, Double, started
+from load_tests.peers.group import PeerError
+from load_tests.peers.peers import Peer
+from load_tests.peers.settings import settings
+from load_tests.processes import cpu_by_process, title
+from load_tests.serving_figures import e2e_s, gaps_s, percentiles, rounded, ttft_s
+from load_tests.workloads import Shape, asks
+
+SHAPE = Shape("overhead", 32, 64)
+ENGINE, DAEMONS = "engine", "daemons"
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+Usage = dict[int, tuple[str, float]]
+"""By process id: what it is, and the CPU seconds that it has used."""
+
+
+def part_of(name: str, on_ray: bool) -> str:
+    """Which part of a server a process is, by its title."""
+    if name.startswith("VLLM::") and "APIServer" not in name:
+        return ENGINE
+    if not on_ray:
+        return "server"
+    if not name.startswith("ray::") or name.startswith(RAY_AGENTS):
+        return DAEMONS
+    words = name.removeprefix("ray::").replace("#", ".").split(":")
+    return (words[2] if words[0] == "ServeReplica" and len(words) > 2 else words[0]).partition(".")[0]
+
+
+def usage(peer: Peer) -> Usage:
+    """Of every process of a server."""
+    titles = {pid: title(pid) for pid in peer.group.pids()}
+    on_ray = any(name.startswith("ray::") for name in titles.values())
+    return {pid: (part_of(titles[pid], on_ray), used) for pid, used in cpu_by_process(titles).items()}
+
+
+def used_between(before: Usage, after: Usage) -> dict[str, float]:
+    """CPU seconds by part. A process that is not in both is left out: it came or went within the window."""
+    parts: dict[str, float] = {}
+    for pid, (part, used) in after.items():
+        if pid in before:
+            parts[part] = parts.get(part, 0.0) + used - before[pid][1]
+    return parts
+
+
+def row(
+    answers: Sequence[Answer], begin_s: float, end_s: float, cpu: Mapping[str, float], step_s: float
+) -> dict[str, Any]:
+    """The figures of one number of streams."""
+    arrived = [count for answer in answers for at_s, count in answer.events if begin_s <= at_s < end_s]
+    tokens, whole = sum(arrived), [answer for answer in answers if not answer.error]
+    ended = [answer for answer in whole if begin_s <= answer.events[-1][0] < end_s]
+    counted = [answer for answer in whole if begin_s <= answer.due_s < end_s]
+    ours = sum(used for part, used in cpu.items() if part not in (ENGINE, DAEMONS))
+    added = [max(0.0, gap - step_s) for answer in counted for gap in gaps_s(answer)]
+    return {
+        "cpu_us_per_token": _micros(ours, tokens),
+        "cpu_us_per_request": _micros(ours, len(ended)),
+        "requests_per_s": rounded(len(ended) / (end_s - begin_s)),
+        "added_ms_p99": _millis(percentiles("added", added)["added_p99_s"]),
+        "ttft_ms_p50": _millis(percentiles("ttft", [ttft_s(answer) for answer in counted])["ttft_p50_s"]),
+        "ttft_ms_p99": _millis(percentiles("ttft", [ttft_s(answer) for answer in counted])["ttft_p99_s"]),
+        "e2e_ms_p99": _millis(percentiles("e2e", [e2e_s(answer) for answer in counted])["e2e_p99_s"]),
+        "tokens_per_s": rounded(tokens / (end_s - begin_s)),
+        "tokens_per_event": rounded(tokens / len(arrived)) if arrived else None,
+        "failed": len(answers) - len(whole),
+        "cpu_us_per_token_by": {part: _micros(used, tokens) for part, used in sorted(cpu.items())},
+    }
+
+
+def _micros(seconds: float, over: int) -> float | None:
+    return rounded(seconds / over * 1e6) if over else None
+
+
+def _millis(seconds: float | None) -> float | None:
+    return None if seconds is None else rounded(seconds * 1e3)
+
+
+async def measure(peer: Peer, streams: int, seconds: float, step_s: float) -> dict[str, Any]:
+    """One number of streams on one running server."""
+    source, begin_s, end_s = asks(SHAPE, streams), seconds / 4, 1.25 * seconds
+    async with Client(peer.urls, peer.model) as client, asyncio.TaskGroup() as group:
+        running = group.create_task(closed_loop(client, source.__next__, streams, end_s, ramp_s=begin_s))
+        await asyncio.sleep(begin_s)
+        before, begun_s = usage(peer), client.now_s()
+        await asyncio.sleep(end_s - begun_s)
+        after, ended_s = usage(peer), client.now_s()
+        answers = await running
+    return row(answers, begun_s, ended_s, used_between(before, after), step_s)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every server in turn; one that fails is null, with the reason under `failures`."""
+    before, double = conditions(), Double(options.step_s, options.split, settings())
+    by_streams: dict[str, dict[str, Any]] = {str(count): dict.fromkeys(options.peers) for count in options.streams}
+    failures: dict[str, str] = {}
+    for name in options.peers:
+        print(name, file=sys.stderr, flush=True)
+        try:
+            with tempfile.TemporaryDirectory() as folder, started(name, double, Path(folder)) as peer:
+                for count in options.streams:
+                    found = asyncio.run(measure(peer, count, options.seconds, options.step_s))
+                    by_streams[str(count)][name] = found
+                    print(f"  {count} streams: {found}", file=sys.stderr, flush=True)
+        except PeerError as error:
+            print(f"  failed: {error}", file=sys.stderr, flush=True)
+            failures[name] = str(error)[-500:]
+    asked = {"seconds": options.seconds, "step_s": options.step_s, "split": options.split}
+    shape = {"prompt_tokens": SHAPE.prompt_tokens, "output_tokens": SHAPE.output_tokens}
+    return {
+        "benchmark": "overhead",
+        "conditions": before | asked | shape,
+        "by_streams": by_streams,
+        "failures": failures,
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(DOUBLES), help="those to measure")
+    parser.add_argument("--streams", type=_integers, default=[1, 32, 256, 1000], help="at once")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each number of streams")
+    parser.add_argument("--step-s", type=float, default=0.02, help="that a step of every engine takes")
+    parser.add_argument("--split", choices=("always", "auto"), default="always", help="Baton's placement.split")
+    options = parser.parse_args(arguments)
+    if wrong := set(options.peers) - set(DOUBLES):
+        parser.error(f"no server {sorted(wrong)}; there are {', '.join(DOUBLES)}")
+    if max(options.streams) > MOST_STREAMS:
+        parser.error(f"at most {MOST_STREAMS} streams")
+    return options
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    print(json.dumps(run(parse(arguments))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Baton beside what people would use instead, over HTTP: the same model, engines, cores and requests, in turn.
+
+`make bench NAME=serving`; shorter: `ARGS="--rounds 1 --rates 1.5 --concurrency 16 --seconds 20 --peers baton,vllm"`.
+Progress goes to stderr; the last line of stdout is one JSON object. Every run is also written to `--out`, with the
+arrival of every token; `python -m load_tests.plots FILES` draws them.
+
+**Who.** `baton`: `configs/cpu-1p1d.yaml` with the default placement, or `--config`. `vllm`: two `vllm serve`, each
+prefilling and decoding, prompts in chunks of vLLM's default size; the client sends to them in turn, which costs them
+no balancer. `rayllm`: Ray Serve LLM's `build_pd_openai_app` with vLLM's `NixlConnector`, one prefill and one decode
+engine, as shipped. `vllm_chunk256` (by `--peers`): as `vllm`, with chunks as small as Baton's. Each has two engines
+with the same model, dtype, KV memory, block size, limits of sequences and length, and thread settings, and every
+engine has one core of its own; frontends, proxies and this client share both cores. On CPU Ray Serve LLM always takes
+the executor `mp`, which is one process more an engine; both of an engine's processes have the same core. Peers run one
+at a time, all of them in every round, in an order that turns.
+
+**What is asked.** `mixed.<rate>`: open loop, so many requests per second for `--seconds`: prompts of 1,000 tokens with
+answers of 8 (35 of 155) among prompts of 40 with answers of 60, Poisson arrivals (`--arrivals bursts`: herds of
+eight). `closed.<n>`: n requests at any time, 256 tokens and an answer of 32; what is counted begins after a quarter of
+`--seconds`. `--trace azure`: `trace.<rate>`, a trace's requests at those rates. Prompts are random tokens: no cache has
+them. Every peer is asked the same in a round; rounds differ. Before, a warm-up that is not counted.
+
+**Objectives**, stated here and before any run: a short request's first token within 0.5 s and a long one's within 4 s;
+for both a token every 50 ms on average.
+
+**Figures.** Time counts from when a request was due. `short_*`: of short prompts; the rest is over everything.
+`goodput_rps`: requests per second that met the objectives of their kind. `output_tokens_per_s`: tokens that arrived
+within the window. `ready_s`: from the first command to the first answer of every engine. Each figure is the median of
+the rounds, `spread` their least and greatest. `ratios`: Baton's median over the other's. `answers_equal`: whether all
+gave the same greedy answers to the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from load_tests.application import ROOT
+from load_tests.client import Client, closed_loop, open_loop
+from load_tests.machine import conditions
+from load_tests.peers.group import PeerError
+from load_tests.peers.peers import PEERS, Peer, started
+from load_tests.peers.settings import Settings, settings
+from load_tests.serving_figures import rounded
+from load_tests.serving_results import OBJECTIVES, Results, closed_row, mixed_row, trace_row
+from load_tests.simulator.traces import TraceError, find
+from load_tests.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, prompt_of, replay
+
+MOST_CONCURRENCY = 10_000
+ARRIVALS = {"poisson": poisson, "bursts": bursts}
+WARM_RATE, WARM_S = 1.0, 8.0
+CHECKED_PROMPTS, CHECKED_TOKENS, CHECK_TIMEOUT_S = (7, 200, 600), 12, 120.0
+
+
+def greedy(peer: Peer) -> list[str]:
+    """Each engine's greedy answers to the same prompts; those of several URLs must agree."""
+    by_url = []
+    for url in peer.urls:
+        texts = []
+        for tokens in CHECKED_PROMPTS:
+            body = {"model": peer.model, "prompt": prompt_of(tokens, seed=0), "max_tokens": CHECKED_TOKENS}
+            response = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0}, timeout=CHECK_TIMEOUT_S)
+            response.raise_for_status()
+            texts.append(response.json()["choices"][0]["text"])
+        by_url.append(texts)
+    if any(texts != by_url[0] for texts in by_url):
+        raise PeerError(f"{peer.name}: its engines differ: {by_url}")
+    return by_url[0]
+
+
+async def measure(peer: Peer, options: argparse.Namespace, number: int, results: Results, most_tokens: int) -> None:
+    """All loads on one running peer. `most_tokens`: prompt and answer that its model takes."""
+    seed, seconds = options.seed + number, options.seconds
+    async with Client(peer.urls, peer.model) as client:
+        await open_loop(client, mixed(WARM_RATE, WARM_S, seed - 1))
+        for rate in options.rates:
+            answers = await open_loop(client, mixed(rate, seconds, seed, ARRIVALS[options.arrivals]))
+            results.add(number, peer.name, "mixed", f"{rate:g}", mixed_row(answers, seconds), answers)
+        for rate in options.rates if options.trace else ():
+            answers = await open_loop(client, replay(options.trace, rate, seconds, most_tokens, seed))
+            results.add(number, peer.name, "trace", f"{rate:g}", trace_row(answers, seconds), answers)
+        for concurrency in options.concurrency:
+            source = asks(CLOSED, seed * MOST_CONCURRENCY + concurrency)  # what one loop asked, a cache has in the next
+            begin_s, end_s = seconds / 4, 1.25 * seconds
+            answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
+            row = closed_row(answers, begin_s, end_s)
+            results.add(number, peer.name, "closed", str(concurrency), row, answers)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every peer in every round; a peer that fails is noted, and the others go on."""
+    before, made = conditions(), settings(options.config)
+    results = Results(options.out)
+    for number in range(options.rounds):
+        turn = number % len(options.peers)
+        for name in options.peers[turn:] + options.peers[:turn]:
+            print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
+            try:
+                _one(name, made, options, number, results)
+            except (PeerError, httpx.HTTPError) as error:
+                print(f"  failed: {error}", file=sys.stderr, flush=True)
+                results.failures.append({"peer": name, "round": number + 1, "error": str(error)[-500:]})
+    return {"benchmark": "serving", "conditions": before | _asked(options, made), **results.summary()}
+
+
+def _one(name: str, made: Settings, options: argparse.Namespace, number: int, results: Results) -> None:
+    load = round(os.getloadavg()[0], 2)
+    with tempfile.TemporaryDirectory() as folder, started(name, made, Path(folder), pin=options.pin) as peer:
+        print(f"  ready after {peer.ready_s:.1f} s; engines on cores {peer.cores}", file=sys.stderr, flush=True)
+        results.started(name, {"ready_s": rounded(peer.ready_s), "load_1min_before": load})
+        results.answers.append(greedy(peer))
+        asyncio.run(measure(peer, options, number, results, made.arguments["max_model_len"]))
+
+
+def _asked(options: argparse.Namespace, made: Settings) -> dict[str, Any]:
+    return {
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "seed": options.seed,
+        "arrivals": options.arrivals,
+        "trace": options.trace.name if options.trace else None,
+        "pinned": options.pin,
+        "objectives": {kind: asdict(objective) for kind, objective in OBJECTIVES.items()},
+        "shapes": {shape.kind: [shape.prompt_tokens, shape.output_tokens] for shape in (SHORT, LONG, CLOSED)},
+        "model": made.name,
+        "engine_arguments": dict(made.arguments),
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=_names, default=["baton", "vllm", "rayllm"], help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rates", type=_numbers, default=[0.8, 1.55, 2.3], help="requests per second; empty: none")
+    parser.add_argument("--concurrency", type=_integers, default=[16, 64], help="of the closed loops; empty: none")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of every load")
+    parser.add_argument("--arrivals", choices=ARRIVALS, default="poisson")
+    parser.add_argument(
+        "--trace", type=find, help="also this trace, by the beginning of its file's name: azure, mooncake"
+    )
+    parser.add_argument("--config", type=Path, help="what Baton runs, as it is, and where engine arguments come from")
+    parser.add_argument(
+        "--no-pin", dest="pin", action="store_false", help="leave the engines where the system puts them"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "bench" / "serving", help="a file for every run")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if wrong := set(options.peers) - set(PEERS):
+        parser.error(f"no peer {sorted(wrong)}; there are {', '.join(PEERS)}")
+    return options
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(name) for name in _names(text)]
+
+
+def _integers(text: str) -> list[int]:
+    return [int(name) for name in _names(text)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    try:
+        result = run(parse(arguments))
+    except TraceError as error:
+        sys.exit(str(error))
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""An HTTP client of an OpenAI server that notes when every token of a streamed completion arrives.
+
+Open loop: every request is sent at its time, whatever became of those before it. Closed loop: so many at once, each
+followed by the next. Requests go to the base URLs in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+REQUEST_TIMEOUT_S = 300.0
+FAILED_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `at_s`: when it is due, from the start of the run. `kind`: what its figures are kept under."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    output_tokens: int
+    kind: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request; times in seconds from the start of the run.
+
+    `events`: arrival and number of tokens of each event that had some. `error`: why the answer is not whole, else "".
+    """
+
+    kind: str
+    due_s: float
+    asked_tokens: int
+    sent_s: float = 0.0
+    events: list[tuple[float, int]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that arrived."""
+        return sum(count for _, count in self.events)
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: msgspec.Raw | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+class StreamError(Exception):
+    """A stream had an error event, or what it had is no event."""
+
+
+def tokens_of(line: bytes) -> int | None:
+    """Tokens in one line of an event stream; None where it is no event with data or the stream's end.
+
+    A server that does not return token ids is taken to send one token an event. Raises StreamError.
+    """
+    if not line.startswith(b"data: ") or line == b"data: [DONE]":
+        return None
+    try:
+        event = _DECODER.decode(line[6:])
+    except msgspec.DecodeError as error:
+        raise StreamError(f"{error}: {line[:200]!r}") from error
+    if event.error is not None:
+        raise StreamError(bytes(event.error).decode()[:300])
+    return sum(len(c.token_ids) if c.token_ids is not None else bool(c.text) for c in event.choices)
+
+
+class Client:
+    """Sends completion requests to `urls` in turn. Use as an async context manager.
+
+    `body`: more of every request's body. `timeout_s`: from sending a request to the end of its answer.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
+        self._urls = itertools.cycle(urls)
+        fixed = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        self._body = fixed | (body or {})
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._began_s = 0.0
+
+    async def __aenter__(self) -> Client:
+        self._http = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+        self.restart()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+
+    def restart(self) -> None:
+        """From now on times count from here."""
+        self._began_s = asyncio.get_running_loop().time()
+
+    def now_s(self) -> float:
+        """Seconds since the start of the run."""
+        return asyncio.get_running_loop().time() - self._began_s
+
+    async def ask(self, ask: Ask) -> Answer:
+        """Send one request now and read its answer to the end. Failures are in the answer."""
+        answer = Answer(ask.kind, ask.at_s, ask.output_tokens, self.now_s())
+        body = self._body | {"prompt": ask.prompt, "max_tokens": ask.output_tokens}
+        try:
+            async with self._http.post(f"{next(self._urls)}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    raise StreamError(f"status {response.status}: {(await response.text())[:300]}")
+                async for line in _lines(response.content):
+                    if count := tokens_of(line):
+                        answer.events.append((self.now_s(), count))
+        except (aiohttp.ClientError, TimeoutError, StreamError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        if not answer.error and answer.tokens != answer.asked_tokens:
+            answer.error = f"{answer.tokens} tokens of {answer.asked_tokens}"
+        return answer
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a body as its bytes arrive, without limit of length."""
+    rest = b""
+    async for some in content.iter_any():
+        *lines, rest = (rest + some).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+    if rest:
+        yield rest
+
+
+async def open_loop(client: Client, asks: Sequence[Ask]) -> list[Answer]:
+    """Send every request when it is due, and wait for all answers; they are in the order of the requests."""
+    client.restart()
+
+    async def one(ask: Ask) -> Answer:
+        await asyncio.sleep(ask.at_s - client.now_s())
+        return await client.ask(ask)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(ask)) for ask in asks]
+    return [task.result() for task in tasks]
+
+
+async def closed_loop(
+    client: Client, make: Callable[[], Ask], concurrency: int, seconds: float, ramp_s: float = 0.0
+) -> list[Answer]:
+    """`concurrency` requests at any time for so many seconds; those under way then are read to their ends.
+
+    The first ones are spread over `ramp_s`. A request is due when it is sent. Where one fails, the next comes after a
+    short pause.
+    """
+    client.restart()
+    answers: list[Answer] = []
+
+    async def worker(number: int) -> None:
+        await asyncio.sleep(number / concurrency * ramp_s)
+        while (now_s := client.now_s()) < seconds:
+            ask = make()
+            answer = await client.ask(Ask(now_s, ask.prompt, ask.output_tokens, ask.kind))
+            answers.append(answer)
+            if answer.error:
+                await asyncio.sleep(FAILED_PAUSE_S)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(concurrency):
+            group.create_task(worker(number))
+    return answers

@@ -1,0 +1,29 @@
+"""A server in this process for tests of the HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+
+@contextlib.asynccontextmanager
+async def serving(application: Starlette) -> AsyncIterator[str]:
+    """The URL of an application that listens on loopback until the end of the block."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="off"))
+        server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.serve(sockets=[listener]))
+            try:
+                async with asyncio.timeout(10):
+                    while not server.started:
+                        await asyncio.sleep(0.01)
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+# As in a replica (deployments/engine/build.py), and before anything imports torch's compiler, which reads it once.
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
+
 SETTLE_S = 5.0
 ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/test_transfer_bench.py")
 

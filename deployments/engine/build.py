@@ -59,9 +59,12 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
 
 def environment(config: BatonConfig, pool: str) -> dict[str, str]:
     """Environment variables of a pool's replicas, set before their process starts."""
-    engine = config.pools[pool].engine
+    engine, resources = config.pools[pool].engine, config.pools[pool].resources
     variables: dict[str, str] = {}
     if isinstance(engine, VllmEngineConfig):
+        if engine.enforce_eager and not resources.num_gpus:
+            # What vLLM compiles even so (log probabilities, split embeddings) costs a first request 15 s each on CPU.
+            variables["TORCH_COMPILE_DISABLE"] = "1"
         variables |= {
             "OMP_NUM_THREADS": str(engine.omp_threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

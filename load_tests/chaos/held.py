@@ -10,11 +10,10 @@ from pathlib import Path
 
 from load_tests.control_plane import InProcess
 
-SETTLE_S = 40.0
+SETTLE_S, LOOKS, LOOK_S = 40.0, 8, 0.25
 
 
-def held(cluster: InProcess) -> dict[str, int]:
-    """What this process holds now. The threads of asyncio's own pool, a handful, are kept by it and not counted."""
+def _held(cluster: InProcess) -> dict[str, int]:
     gc.collect()
     return {
         "tasks": len(asyncio.all_tasks()),
@@ -25,12 +24,32 @@ def held(cluster: InProcess) -> dict[str, int]:
     }
 
 
+def _least(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: min(count, other[name]) for name, count in one.items()}
+
+
+def grown(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    """What there is more of than before."""
+    return {name: count - before[name] for name, count in now.items() if count > before[name]}
+
+
+async def held(cluster: InProcess) -> dict[str, int]:
+    """What this process holds when idle: the least of a few looks, as calls come and go between replicas and manager.
+
+    The threads of asyncio's own pool, a handful, are kept by it and not counted.
+    """
+    least = _held(cluster)
+    for _ in range(LOOKS):
+        await asyncio.sleep(LOOK_S)
+        least = _least(least, _held(cluster))
+    return least
+
+
 async def leaked(cluster: InProcess, before: dict[str, int]) -> dict[str, int]:
     """What there is more of than before, once nothing goes away any more or `SETTLE_S` are over."""
     deadline_s = asyncio.get_running_loop().time() + SETTLE_S
-    while True:
-        now = held(cluster)
-        more = {name: count - before[name] for name, count in now.items() if count > before[name]}
-        if not more or asyncio.get_running_loop().time() > deadline_s:
-            return more
-        await asyncio.sleep(0.5)
+    least = _held(cluster)
+    while (more := grown(least, before)) and asyncio.get_running_loop().time() < deadline_s:
+        await asyncio.sleep(LOOK_S)
+        least = _least(least, _held(cluster))
+    return more

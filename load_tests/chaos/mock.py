@@ -15,13 +15,13 @@ import numpy as np
 from configs.schema import BatonConfig
 from load_tests.chaos.crowd import Crowd, Question, questions
 from load_tests.chaos.faults import Faults
-from load_tests.chaos.held import held, leaked
+from load_tests.chaos.held import grown, held, leaked
 from load_tests.control_plane import InProcess, config, in_process
 
 REPLICAS = tuple(f"{pool}-{number}" for pool in ("prefill", "decode-small", "decode-large") for number in range(4))
 QUESTIONS = 300
 SCALE, STEP_S, CHUNK_TOKENS, PAUSE_S, HANDOFF_S = 4, 0.05, 256, 0.6, 3.0
-WARM_UP_S = 10.0
+WARM_UP_S, WARM_UP_ROUNDS = 8.0, 8
 MUST_NOT = ("hung", "wrong", "truncated", "duplicated")
 MAY = ("refused", "failed", "cut", "left")
 
@@ -79,11 +79,20 @@ async def run(faults: int, clients: int, streams: int, seed: int) -> dict[str, A
 async def warm(
     cluster: InProcess, asked: Sequence[Question], clients: int, seconds: float = WARM_UP_S
 ) -> dict[str, int]:
-    """Undisturbed load for a while, so that every pair has made its connections; what the process holds after it."""
-    until_s = time.monotonic() + seconds
-    await Crowd(cluster, asked, random.Random(0)).run(clients, lambda: time.monotonic() > until_s)
-    await cluster.settle()
-    return held(cluster)
+    """Undisturbed load until every pair has made its connections; what the process holds after it.
+
+    `seconds`: of a round. Rounds go on until one ends with nothing more than the one before, `WARM_UP_ROUNDS` at most.
+    """
+    before: dict[str, int] | None = None
+    for number in range(WARM_UP_ROUNDS):
+        enough = asyncio.create_task(asyncio.sleep(seconds))
+        await Crowd(cluster, asked, random.Random(number)).run(clients, enough.done)
+        await cluster.settle()
+        now = await held(cluster)
+        if before is not None and not grown(now, before):
+            return before
+        before = now
+    return now
 
 
 async def tell(crowd: Crowd, disturber: Faults, every_s: float = 10.0) -> None:

@@ -17,6 +17,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 from app.launch_config import LaunchError, load_config, model_of
 from app.main import NO_LIMIT, build
 from configs.schema import BatonConfig, Section
+from deployments.engine.build import environment
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -305,6 +306,9 @@ def test_pools_of_one_application_may_be_unlike() -> None:
     assert big.ray_actor_options["accelerator_type"] == "H100"
     assert big.ray_actor_options["num_gpus"] == 2
     assert big.ray_actor_options["resources"] == {"rack": 1}
-    assert big.ray_actor_options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "3", "the pool's own wins"
+    variables = big.ray_actor_options["runtime_env"]["env_vars"]
+    assert variables["OMP_NUM_THREADS"] == "3", "the pool's own wins"
+    assert "TORCH_COMPILE_DISABLE" not in variables, "on CPU only"
+    assert environment(BatonConfig.model_validate(whole), "prefill")["TORCH_COMPILE_DISABLE"] == "1"
     scaling = big._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)

@@ -15,11 +15,13 @@ way (how the application runs), and each decides for itself with a ledger of its
 
 **What is measured.** `runs`: a row each, over the requests that arrive in the second half of the time (`counted_s`): in
 the first, `warmup_s`, an empty fleet fills up, which takes longer than an answer does. `offered`, `goodput`: requests
-per second, all and those within both objectives. `ttft_*`, `tpot_*`: of the served ones. `hit_rate`: prompt blocks
+per second, all and those within both objectives. `whole_goodput`, `whole_refused`: with the first half, in which who
+refuses many leaves more room for later. `ttft_*`, `tpot_*`: of the served ones. `hit_rate`: prompt blocks
 found in the cache of whoever prefilled, of all. `preemptions`: of the whole run. `refused`:
 requests not served, for whatever reason (`refusals`). `summary`, for each trace and fleet: the knee is the first load
 at which even the best of the other policies serves less than 95% of what is offered within the objectives, all without
-admission. `goodput_ratio` is `joint` over each policy there, like with like: `with_admission`, `without_admission`.
+admission. `goodput_ratio` is `joint` over each policy there, like with like: `with_admission`, `without_admission`;
+`whole_goodput_ratio` with the first half.
 `admission_ratio` is `joint` with admission over each policy without. `overload`: goodput at twice the load at which it
 is highest, over the highest. `ingress8`, `allocators8`: goodput at the knee with eight ingresses that share a manager,
 and with eight that decide for themselves, over that with one ingress and fresh snapshots.

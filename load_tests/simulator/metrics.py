@@ -59,7 +59,8 @@ class Record:
 def summarise(records: Sequence[Record], classes: Classes, warmup_share: float = 0.5) -> dict[str, Any]:
     """Figures over the requests that arrived after the first `warmup_share` of the time; goodput is per second of that.
 
-    Percentiles are over the served ones, 0.0 where there are none.
+    Percentiles are over the served ones, 0.0 where there are none. `whole_*`: over all requests, so that nobody gains
+    by having refused many in the time that does not count.
     """
     if not records:
         raise ValueError("no requests")
@@ -76,6 +77,8 @@ def summarise(records: Sequence[Record], classes: Classes, warmup_share: float =
         **_percentiles("tpot", [record.tpot_s for record in served if record.output_tokens > 1]),
         "hit_rate": _rounded(sum(record.cached_blocks for record in served) / blocks if blocks else 0.0),
         "refused": len(counted) - len(served),
+        "whole_goodput": _rounded(sum(record.meets(classes) for record in records) / max(last_s, 1e-9)),
+        "whole_refused": sum(bool(record.refused) for record in records),
         "counted": len(counted),
         "warmup_s": _rounded(begin_s),
         "counted_s": _rounded(length_s),

@@ -29,8 +29,8 @@ def knee(rows: Sequence[Row]) -> float | None:
 def compare(rows: Sequence[Row]) -> dict[str, Any]:
     """One trace and fleet: goodput at the knee over that of each other policy, and under twofold overload.
 
-    `goodput_ratio` compares like with like, both with admission or both without; `admission_ratio` is ours with
-    admission over everybody without it.
+    `goodput_ratio` compares like with like, both with admission or both without, `whole_goodput_ratio` with the time
+    that does not count; `admission_ratio` is ours with admission over everybody without it.
     """
     at = knee(rows)
     found: dict[str, Any] = {"knee_load": at}
@@ -40,19 +40,25 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
         if ours is not None:
             found["knee_rate"] = ours["rate"]
             found["goodput"] = ours["goodput"]
-            found["goodput_ratio"] = {
-                name: _ratios(here.get((OURS, admission)), here, admission, but=OURS) for name, admission in FORMS
-            }
+            for figure in ("goodput", "whole_goodput"):
+                found[f"{figure}_ratio"] = {
+                    name: _ratios(here.get((OURS, admission)), here, admission, OURS, figure)
+                    for name, admission in FORMS
+                }
             found["admission_ratio"] = _ratios(ours, here, admission=False)
     return found | {"overload": overload(rows)}
 
 
 def _ratios(
-    ours: Row | None, here: Mapping[tuple[str, bool], Row], admission: bool, but: str = ""
+    ours: Row | None,
+    here: Mapping[tuple[str, bool], Row],
+    admission: bool,
+    but: str = "",
+    figure: str = "goodput",
 ) -> dict[str, float | None]:
     """Our goodput over that of each policy that ran in that form."""
     others = {policy: row for (policy, form), row in sorted(here.items()) if form is admission and policy != but}
-    return {policy: _ratio(ours, row) for policy, row in others.items()} if ours is not None else {}
+    return {policy: _ratio(ours, row, figure) for policy, row in others.items()} if ours is not None else {}
 
 
 def peak_load(rows: Sequence[Row], admission: bool = True) -> float | None:
@@ -85,5 +91,5 @@ def _ours(rows: Sequence[Row], admission: bool) -> list[Row]:
     return sorted(mine, key=lambda row: float(row["load"]))
 
 
-def _ratio(row: Row, to: Row) -> float | None:
-    return round(row["goodput"] / to["goodput"], 4) if to["goodput"] else None
+def _ratio(row: Row, to: Row, figure: str = "goodput") -> float | None:
+    return round(row[figure] / to[figure], 4) if to[figure] else None

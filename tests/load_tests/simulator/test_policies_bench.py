@@ -19,14 +19,15 @@ from load_tests.simulator.verdict import Row, compare, knee
 ROOT = Path(__file__).resolve().parents[3]
 RUN_KEYS = {
     *("trace", "replicas", "rate", "policy", "admission", "goodput", "ttft_p50_s", "ttft_p99_s"),
-    *("tpot_p50_s", "tpot_p99_s", "hit_rate", "preemptions", "refused"),
+    *("tpot_p50_s", "tpot_p99_s", "hit_rate", "preemptions", "refused", "whole_goodput", "whole_refused"),
 }
 
 
-def row(policy: str, load: float, share: float, admission: bool = False) -> Row:
-    """At load 1.0 a hundred requests a second are offered."""
+def row(policy: str, load: float, share: float, admission: bool = False, whole: float | None = None) -> Row:
+    """At load 1.0 a hundred requests a second are offered. `whole`: the share of the whole run that is good."""
     offered = 100.0 * load
-    figures = {"rate": offered, "offered": offered, "goodput": offered * share}
+    goodput = {"goodput": offered * share, "whole_goodput": offered * (share if whole is None else whole)}
+    figures = {"rate": offered, "offered": offered, **goodput}
     return {"policy": policy, "load": load, "admission": admission, **figures}
 
 
@@ -35,7 +36,7 @@ SWEEP = [
     *(row("least_tokens", load, share) for load, share in ((0.5, 1.0), (0.8, 0.99), (1.0, 0.8), (2.0, 0.2))),
     *(row("joint", load, share) for load, share in ((0.5, 1.0), (0.8, 1.0), (1.0, 0.97), (2.0, 0.2))),
     *(row("joint", load, share, True) for load, share in ((0.5, 1.0), (0.8, 1.0), (1.0, 0.96), (2.0, 0.46))),
-    row("least_tokens", 1.0, 0.96, admission=True),
+    row("least_tokens", 1.0, 0.96, admission=True, whole=0.8),
 ]
 
 
@@ -50,6 +51,10 @@ def test_the_verdict_compares_at_the_knee_and_under_overload() -> None:
         "with_admission": {"least_tokens": 1.0},
         "without_admission": {"round_robin": pytest.approx(1.94), "least_tokens": pytest.approx(1.2125)},
     }
+    assert found["whole_goodput_ratio"] == {
+        "with_admission": {"least_tokens": 1.2},
+        "without_admission": found["goodput_ratio"]["without_admission"],
+    }, "who refused many while it did not count"
     assert found["admission_ratio"] == {
         "round_robin": pytest.approx(1.92),
         "least_tokens": pytest.approx(1.2),

@@ -153,6 +153,7 @@ def test_figures_count_what_met_both_objectives_after_the_warm_up() -> None:
     assert (figures["warmup_s"], figures["counted_s"]) == (2.0, 8.0)
     assert figures["offered"] == pytest.approx(5 / 8)
     assert figures["goodput"] == pytest.approx(2 / 8)
+    assert (figures["whole_goodput"], figures["whole_refused"]) == (pytest.approx(2 / 10), 1)
     assert figures["hit_rate"] == 0.25
     assert figures["pool_share"] == {"a": 0.75, "b": 0.25}
     assert figures["refusals"] == {"predicted_ttft": 1}

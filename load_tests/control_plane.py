@@ -35,7 +35,7 @@ from deployments.stand_in import StandIn
 from load_tests.points import Points
 from transfer.plane import InProcessPlane, PlaneError, WriteState
 
-WAIT_S = 30.0
+WAIT_S, PATIENCE_S = 30.0, 90.0  # of the configuration; and of who waits for what it should bring about
 BLOCKS = {"prefill": 256, "decode-small": 144, "decode-large": 288}
 PREFILL, SMALL, LARGE = "prefill-0", "decode-small-0", "decode-large-0"
 REPLICAS = {PREFILL: "prefill", SMALL: "decode-small", LARGE: "decode-large"}
@@ -64,7 +64,7 @@ def config(engine: dict[str, Any] | None = None, scale: int = 1, **placement: An
     )
 
 
-async def until(look: Callable[[], Awaitable[Any]], wait_s: float = WAIT_S) -> Any:
+async def until(look: Callable[[], Awaitable[Any]], wait_s: float = PATIENCE_S) -> Any:
     """Ask again until the answer is true, for a bounded time."""
     async with asyncio.timeout(wait_s):
         while not (seen := await look()):  # noqa: ASYNC110 - many things are looked at, few of them tell
@@ -286,12 +286,12 @@ class Answer:
         await self._until(lambda: len(self.tokens) >= tokens)
         return self
 
-    async def over(self, wait_s: float = WAIT_S) -> Answer:
+    async def over(self, wait_s: float = PATIENCE_S) -> Answer:
         """Wait for the end."""
         await self._until(lambda: self.cut or self.reason is not None, wait_s)
         return self
 
-    async def _until(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    async def _until(self, condition: Callable[[], bool], wait_s: float = PATIENCE_S) -> None:
         async with asyncio.timeout(wait_s):
             while not condition():
                 self.news.clear()
@@ -485,12 +485,12 @@ class InProcess:
         """Wait until the core and the manager have no open session, whatever the engines still have to do."""
         await self._until_nothing(self._open)
 
-    async def settle(self, dead: Collection[str] = (), wait_s: float = WAIT_S) -> None:
+    async def settle(self, dead: Collection[str] = (), wait_s: float = PATIENCE_S) -> None:
         """Wait until nothing is open anywhere and every block is free, by the engines' and the manager's books."""
         await self._until_nothing(lambda: self._left(dead), wait_s)
         assert not [answer.surplus for answer in self.answers.values() if answer.surplus]
 
-    async def _until_nothing(self, look: Callable[[], Any], wait_s: float = WAIT_S) -> None:
+    async def _until_nothing(self, look: Callable[[], Any], wait_s: float = PATIENCE_S) -> None:
         left: dict[str, Any] = {}
 
         async def found_nothing() -> bool:

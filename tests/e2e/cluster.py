@@ -18,6 +18,8 @@ from app.serve_api import ServeApi
 from load_tests.application import ROOT, Application, NotStarted
 from load_tests.processes import marked
 
+PATIENCE_S = 60.0  # with a dashboard that says nothing
+
 MARKER = "BATON_TEST_RUN"
 NAME = "baton"
 
@@ -51,7 +53,7 @@ class Cluster:
     def deploy(self, change: Callable[[dict[str, Any]], None]) -> None:
         """`serve deploy` of what is running, with a change to its one application; returns when that is accepted."""
         api = ServeApi(self.dashboard_url)
-        details = api.details()
+        details = api.details_within(PATIENCE_S)
         application = details["applications"][NAME]["deployed_app_config"]
         change(application)
         api.deploy(
@@ -60,7 +62,7 @@ class Cluster:
 
     def running(self) -> dict[str, set[str]]:
         """Every deployment's replicas by actor name; empty while an update or anything else is under way."""
-        application = ServeApi(self.dashboard_url).details()["applications"][NAME]
+        application = ServeApi(self.dashboard_url).details_within(PATIENCE_S)["applications"][NAME]
         deployments = application["deployments"]
         states = {replica["state"] for each in deployments.values() for replica in each["replicas"]}
         if application["status"] != "RUNNING" or states != {"RUNNING"}:

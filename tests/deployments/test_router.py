@@ -20,9 +20,9 @@ from deployments.errors import ReplicaGone, ReplicaLost
 from deployments.messages import SessionTask
 from deployments.router import PlacedRouter
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(400)]
 
-APPEAR_S = 1.0
+APPEAR_S = 4.0
 
 
 class Echo:

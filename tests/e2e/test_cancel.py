@@ -14,8 +14,9 @@ from tests.e2e.conftest import prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-# Two seconds, and what polling, a busy machine and the engine step in progress may add.
-FREED_WITHIN_S = 4.0
+# Two seconds, and what polling, a busy machine and the engine step in progress may add. Left alone, the shortest of
+# these requests would run for some 14.
+FREED_WITHIN_S = 8.0
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from load_tests.client import Ask, Client, StreamError, closed_loop, open_loop, 
 from load_tests.peers.plain_server import application
 from tests.load_tests.servers import serving
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 def event(tokens: list[int]) -> bytes:

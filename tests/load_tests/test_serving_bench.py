@@ -18,7 +18,7 @@ from load_tests.peers.group import PeerError
 from load_tests.peers.peers import Peer
 from load_tests.peers.settings import Settings
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 MADE = Settings({}, "mock", "folder", {"max_model_len": 2048}, {})
 STEPS = {"baton": 0.001, "vllm": 0.004, "rayllm": 0.004}

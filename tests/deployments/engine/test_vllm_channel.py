@@ -25,7 +25,7 @@ from deployments.messages import Mode
 from load_tests.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer
 from tests.deployments.real_engines import RealEngines
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LAYERS, HEADS, HEAD_DIM, VOCABULARY, MAX_MODEL_LEN = 3, 4, 64, 1024, 1024
 FLOAT32 = 4

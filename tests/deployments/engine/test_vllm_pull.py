@@ -29,7 +29,7 @@ from load_tests.control_plane import PREFILL, SMALL, until
 from tests.deployments.real_engines import RealEngines
 from transfer.blocks import chained_hashes
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 ENGINE = VllmEngineConfig(kv_cache_memory_bytes=512 << 20, max_num_batched_tokens=256)
 POOL = PoolConfig(engine=ENGINE, resources=ResourcesConfig())
 CONFIG = BatonConfig(

@@ -36,7 +36,7 @@ class Cluster:
     marker: str
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.url}/baton/status", timeout=10).json()
+        answer: dict[str, Any] = httpx.get(f"{self.url}/baton/status", timeout=PATIENCE_S).json()
         return answer
 
     def settled(self, timeout_s: float = 30.0) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class Replica:
             self._moved_out += 1
 
     async def _pump(self) -> None:
-        """Send each step's outputs on, one message per ingress."""
+        """Send each step's outputs on, one message per ingress; nothing of a session whose part is over."""
         while True:
             self._take(await self._engine.step())
 
@@ -247,7 +247,8 @@ class Replica:
         self._steps.extend(step.steps)
         by_ingress: dict[str, list[Output]] = {}
         for output in step.outputs:
-            if live := self._live.get(output.request_id):
+            live = self._live.get(output.request_id)
+            if live is not None and not live.done.done():
                 by_ingress.setdefault(live.task.reply_to, []).append(output)
         for address, outputs in by_ingress.items():
             sent = self._sender.send(address, self._engine.encode([output.payload for output in outputs]))

@@ -322,6 +322,20 @@ async def test_a_request_that_the_engine_refuses_harms_nobody_else(up: Fixture) 
     assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
 
 
+async def test_a_part_that_is_over_gives_no_more_outputs(up: Fixture) -> None:
+    """What came before may be lost by then, and another replica goes on: an answer must not get a gap."""
+    run, other = await up.begin("a", movable=True), await up.begin("b")
+    up.engine.put(("a", 1, False))
+    assert (await receive(up.ingress))[1] == [repr([("a", 1, False)]).encode()]
+    assert up.replica.move_out() == 1
+    late = tuple(Output(name, 1, True, payload=(name, 1, True)) for name in "ab")
+    up.replica._take(Step(late, EngineLoad()))  # before the run itself has noticed
+    report = await asyncio.wait_for(run, WAIT_S)
+    assert (report.outcome, report.output_tokens) == (MOVED, 1)
+    assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
+    assert (await receive(up.ingress))[1] == [repr([("b", 1, True)]).encode()]
+
+
 async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
     runs = {name: await up.begin(name, movable=name != "c") for name in "abcd"}
     up.engine.put(("a", 2, False), ("b", 1, False), ("c", 1, False))

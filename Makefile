@@ -7,7 +7,7 @@ PORT   ?= 8000
 RAY_ADDRESS    ?=
 RAY_PORT       ?= 6379
 DASHBOARD_PORT ?= 8265
-# Extra arguments: for pytest with `test`, for the launcher with `serve`, for `bench` and `gpu-check`.
+# Extra arguments: for pytest with `test`, for the launcher with `serve`, for `bench`, `tune` and `gpu-check`.
 ARGS ?=
 # What `gpu-check` runs with: any Python that has torch and nixl.
 PYTHON ?= python3
@@ -21,7 +21,7 @@ PYTEST_FAST   := $(BIN)/python -m pytest -m "not engine and not serve and not sl
 PYTEST_REST   := $(BIN)/python -m pytest -m "engine or serve or slow" -n 2 --dist loadscope
 PROJECT_PINS  := pyproject.toml constraints.txt overrides.txt
 
-.PHONY: env serve test test-fast check format bench gpu-check clean help
+.PHONY: env serve test test-fast check format bench tune gpu-check clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -79,6 +79,9 @@ format: env ## let ruff rewrite what it can
 bench: env ## run one benchmark: make bench NAME=serving|overhead|transfer|placement|policies|simulator|chaos|soak
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=<module of load_tests/bench>" >&2; exit 2; }
 	$(BIN)/python -m load_tests.bench.$(NAME) $(ARGS)
+
+tune: env ## measure an engine of each pool by itself and print the settings that it speaks for (CONFIG)
+	@$(BIN)/python -m load_tests.tune --config $(CONFIG) $(ARGS)
 
 # Not from `env`: a machine that has torch and nixl needs no more.
 gpu-check: ## the KV channel between two processes on the GPUs, without vLLM and Ray (PYTHON)

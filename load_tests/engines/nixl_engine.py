@@ -7,6 +7,7 @@ from pathlib import Path
 from vllm.config import KVTransferConfig
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
+from deployments.engine.protocol import Engine
 from deployments.engine.vllm import VllmEngine
 from deployments.messages import Role
 
@@ -53,8 +54,9 @@ class NixlEngine(VllmEngine):
         )
 
 
-def settings(engine: VllmEngine) -> dict[str, str]:
+def settings(engine: Engine) -> dict[str, str]:
     """What vLLM has made of a started engine's arguments: of that which must be alike to compare two."""
+    assert isinstance(engine, VllmEngine)
     config = engine._engine.vllm_config
     scheduler = config.scheduler_config
     return {

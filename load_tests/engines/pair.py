@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,14 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from deployments.engine.protocol import EngineInfo
-from deployments.engine.vllm import VllmEngine
+from deployments.engine.protocol import Engine, EngineInfo
+from deployments.messages import StepSample
 from load_tests.engines.nixl_engine import NixlEngine
 from load_tests.handoff_figures import Event
 from load_tests.processes import cpu_s
 
 ANSWER_TIMEOUT_S = 300.0
+SAMPLES_KEPT = 1000
 TRACE_DELAY_S = 0.05  # the side that is not waited for may still have a line to write
 HOST = "localhost"
 
@@ -48,10 +50,11 @@ class Answer:
 
 
 class Core:
-    """A started engine core, its steps taken by one task."""
+    """A started engine core, its steps taken by one task. `samples`: the last ones, as the engine tells of them."""
 
-    def __init__(self, engine: VllmEngine, info: EngineInfo) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self.engine, self.info = engine, info
+        self.samples: deque[StepSample] = deque(maxlen=SAMPLES_KEPT)
         self._answers: dict[str, Answer] = {}
         self._encoder = MsgpackEncoder()
         self._steps = asyncio.create_task(self._take_steps())
@@ -71,13 +74,17 @@ class Core:
         ended = asyncio.create_task(answer.ended.wait())
         try:
             await asyncio.wait({ended, self._steps}, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if self._steps.done():
-                self._steps.result()
+            self.check()
             if not ended.done():
                 raise TimeoutError(f"{request_id} had no answer in {ANSWER_TIMEOUT_S:.0f} s")
         finally:
             ended.cancel()
         return self._answers.pop(request_id)
+
+    def check(self) -> None:
+        """Raises EngineError when the engine is dead."""
+        if self._steps.done():
+            self._steps.result()
 
     async def close(self) -> None:
         """End the engine."""
@@ -89,6 +96,7 @@ class Core:
         while True:
             step = await self.engine.step()
             now = time.monotonic()
+            self.samples += step.steps
             for output in step.outputs:
                 if answer := self._answers.get(output.request_id):
                     _take(answer, output.payload, now)

@@ -2,8 +2,8 @@
 
 `make bench NAME=policies`, or with `ARGS="--replicas 64 --traces azure --loads 0.8,1,2 --policies joint,round_robin"`;
 `--quick` for a look within half a minute. By the time of single runs it takes about an hour on two cores, and
-`--replicas 1000`, which is not part of it, longer. Progress goes to stderr; the last line of stdout is one JSON
-object.
+`--replicas 1000`, which is not part of it, longer. `--prefill 36`: so many of the replicas prefill. Progress goes to
+stderr; the last line of stdout is one JSON object.
 
 **What runs.** Every trace at every load on fleets of every size (`load_tests/simulator/profiles.py`: prefill on H100,
 decode on H100 and H200, and where the numbers are from), once per policy without admission. Every policy may have
@@ -73,7 +73,7 @@ def experiments(options: argparse.Namespace) -> list[Experiment]:
             for policy in options.policies or (LARGE_POLICIES if replicas >= LARGE else POLICIES):
                 for admission in (True, False) if policy == OURS else (False,):
                     one = Experiment(trace, replicas, load, policy, admission, requests, seed=options.seed)
-                    made.append(replace(one, placement=tuple(options.placement)))
+                    made.append(replace(one, placement=tuple(options.placement), prefill=options.prefill))
     return made
 
 
@@ -189,12 +189,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--placement", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="of the configuration"
     )
+    parser.add_argument("--prefill", type=int, help="so many of the replicas prefill; default: 11 of 16")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if wrong := set(options.policies or ()) - set(POLICIES):
         parser.error(f"no policy {sorted(wrong)}; there are {', '.join(POLICIES)}")
     options.replicas = options.replicas or (QUICK_REPLICAS if options.quick else REPLICAS)
+    if options.prefill is not None and not 0 < options.prefill < min(options.replicas) - 1:
+        parser.error("--prefill must leave at least two replicas for decode")
     if options.quick:
         options.loads = options.loads or QUICK_LOADS
         options.requests = options.requests or QUICK_REQUESTS

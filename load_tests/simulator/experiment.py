@@ -43,7 +43,8 @@ MADE_RATE, MADE_REQUESTS = 10.0, 20_000
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`load`: in parts of the estimated capacity. `requests`: how many are sent. The rest is as in `Options`."""
+    """`load`: in parts of the estimated capacity. `requests`: how many are sent. `prefill`: so many of the replicas
+    prefill; none: the fleet's own share. The rest is as in `Options`."""
 
     trace: str
     replicas: int
@@ -57,6 +58,7 @@ class Experiment:
     snapshot_delay_s: float = 0.0
     seed: int = 1
     placement: tuple[tuple[str, object], ...] = ()
+    prefill: int | None = None
 
     @property
     def options(self) -> Options:
@@ -87,7 +89,7 @@ def load_trace(name: str, max_model_len: int) -> Trace:
 def perform(experiment: Experiment) -> dict[str, Any]:
     """Simulate it: one row of figures."""
     begun_s = time.process_time()
-    cluster = heterogeneous(experiment.replicas)
+    cluster = heterogeneous(experiment.replicas, prefill=experiment.prefill)
     trace = load_trace(experiment.trace, cluster.max_model_len)
     rate = experiment.load * capacity(cluster, trace)
     classes = classes_of(experiment.trace)
@@ -96,6 +98,7 @@ def perform(experiment: Experiment) -> dict[str, Any]:
     return {
         "trace": experiment.trace,
         "replicas": experiment.replicas,
+        "prefill_replicas": cluster.prefill.replicas,
         "load": experiment.load,
         "rate": round(rate, 2),
         "policy": experiment.policy,

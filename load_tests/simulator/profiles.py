@@ -115,12 +115,12 @@ class Cluster:
         return tuple(pool for pool in self.pools if pool.role is Role.DECODE)
 
 
-def heterogeneous(replicas: int, noise_sigma: float = 0.05) -> Cluster:
-    """Prefill on H100, and two decode pools: three H100 to two H200. 11 of 16 replicas prefill.
+def heterogeneous(replicas: int, noise_sigma: float = 0.05, prefill: int | None = None) -> Cluster:
+    """Prefill on H100, and two decode pools: three H100 to two H200. 11 of 16 replicas prefill, or `prefill` of all.
 
-    That ratio keeps both sides about equally busy for the two traces, whose prompts are long.
+    That ratio keeps both sides about equally busy for the two traces, whose prompts are long, where no cache has them.
     """
-    decode = max(2, round(replicas * 5 / 16))
+    decode = max(2, round(replicas * 5 / 16) if prefill is None else replicas - prefill)
     large = max(1, round(decode * 2 / 5))
     chunked = Limits(batched_tokens=8192, sequences=256, noise_sigma=noise_sigma)
     mixed = Limits(batched_tokens=2048, sequences=256, noise_sigma=noise_sigma)

@@ -9,11 +9,13 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from load_tests.bench.policies import ADMITTED, LARGE_POLICIES, POLICIES, _many, _with_many, experiments, parse
+from load_tests.simulator.experiment import perform
 from load_tests.simulator.verdict import Row, compare, knee
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +81,16 @@ def test_a_large_fleet_gets_more_requests_and_fewer_runs() -> None:
     few = ["--replicas", "1000", "--traces", "azure", "--policies", "power_of_two", "--loads", "1"]
     asked = experiments(parse(few))
     assert [(one.policy, one.load) for one in asked] == [("power_of_two", 1.0)]
+
+
+def test_another_share_of_the_fleet_may_prefill(capsys: pytest.CaptureFixture[str]) -> None:
+    made = experiments(parse(["--quick", "--traces", "poisson", "--policies", "joint", "--prefill", "6"]))
+    row = perform(replace(made[0], requests=20))
+    assert (row["replicas"], row["prefill_replicas"]) == (16, 6)
+    assert perform(replace(made[0], requests=20, prefill=None))["prefill_replicas"] == 11
+    with pytest.raises(SystemExit):
+        parse(["--replicas", "64,8", "--prefill", "7"])
+    assert "two replicas for decode" in capsys.readouterr().err
 
 
 def test_at_the_knee_eight_ingresses_share_a_manager_and_eight_decide_for_themselves() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import yaml
 
+from app.haproxy import haproxy_environment
 from app.launch_config import (
     LaunchError,
     base_url,
@@ -32,12 +33,12 @@ from app.launch_config import (
     stop_limit_s,
     with_model,
 )
-from app.local_ray import LOOPBACK_ONLY, LocalRay, is_loopback, port_answers, port_is_free
+from app.local_ray import LOOPBACK_ONLY, LocalRay, free_port, is_loopback, port_answers, port_is_free
 from app.serve_api import Progress, ServeApi, ServeApiError, progress
 from configs.schema import BatonConfig
 
 _RUN_DIR = Path(__file__).resolve().parent.parent / ".cache" / "run"
-_RAY_START_TIMEOUT_S = 90.0
+_RAY_START_TIMEOUT_S, _RAY_STARTS = 300.0, 3
 _SHUTDOWN_TIMEOUT_S = 45.0
 _DASHBOARD_TIMEOUT_S = 60.0
 
@@ -101,6 +102,8 @@ class Launcher:
                     f"{ports.host}:{ports.gcs} is taken, but {self._dashboard_url} is no Ray dashboard: "
                     "set DASHBOARD_PORT for that cluster, or RAY_PORT for one of our own"
                 )
+            if self._options.haproxy:
+                raise LaunchError("HAPROXY is for a Ray of our own: where Ray runs, set RAY_SERVE_ENABLE_HA_PROXY=1")
             self._say(f"using the Ray cluster at {ports.host}:{ports.gcs}")
             return False
         if not port_is_free(ports.host, ports.gcs):
@@ -110,17 +113,26 @@ class Launcher:
         return True
 
     def _start_ray(self, num_cpus: int) -> None:
+        """Start a Ray of our own; once more when it ends meanwhile, as it does when a process of its own is slow."""
         self._say(f"starting Ray at {self._ports.host}:{self._ports.gcs}")
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
-        log = _RUN_DIR / f"{os.getpid()}-ray.log"
-        self._ray = LocalRay(self._ports, num_cpus, log, environment)
+        if self._options.haproxy:
+            host, script = self._ports.host, _RUN_DIR / f"{os.getpid()}-haproxy"
+            environment |= haproxy_environment(host, (free_port(host), free_port(host)), script)
         deadline = time.monotonic() + _RAY_START_TIMEOUT_S
-        while not self._api.answers():
-            self._require_ray()
-            if time.monotonic() > deadline:
-                raise LaunchError(f"Ray did not start within {_RAY_START_TIMEOUT_S:.0f} s; see {log}")
-            time.sleep(0.5)
+        for number in range(1, _RAY_STARTS + 1):
+            log = _RUN_DIR / f"{os.getpid()}-ray-{number}.log"
+            self._ray = LocalRay(self._ports, num_cpus, log, environment)
+            while (status := self._ray.exit_status()) is None:
+                if self._api.answers() and self._api.serves():
+                    return
+                if time.monotonic() > deadline:
+                    raise LaunchError(f"Ray did not start within {_RAY_START_TIMEOUT_S:.0f} s; see {log}")
+                time.sleep(0.5)
+            self._say(f"Ray ended with status {status} while it started; see {log}")
+            self._ray.stop()
+        raise LaunchError(f"Ray did not start in {_RAY_STARTS} tries; see {log}")
 
     def _refuse_second_serve(self) -> None:
         """Deploying replaces every application of a cluster, and Serve's HTTP port is set once."""
@@ -240,6 +252,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ray-address", help="host:port of a running cluster; default: one of our own")
     parser.add_argument("--ray-port", type=int, default=6379)
     parser.add_argument("--dashboard-port", type=int, default=8265)
+    parser.add_argument("--haproxy", action="store_true", help="HAProxy in place of Serve's proxy, in a Ray of our own")
     parser.add_argument("--num-cpus", type=int, help="logical CPUs of our own Ray; default: what is needed")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="the longest until ready")
     return parser.parse_args(arguments)

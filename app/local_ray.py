@@ -69,8 +69,8 @@ def start_command(ports: RayPorts, num_cpus: int) -> list[str]:
         f"--dashboard-host={ports.host}",
         f"--dashboard-port={ports.dashboard}",
         # Ray's fixed defaults for these two clash when a machine runs a second cluster.
-        f"--dashboard-agent-listen-port={_free_port(ports.host)}",
-        f"--ray-client-server-port={_free_port(ports.host)}",
+        f"--dashboard-agent-listen-port={free_port(ports.host)}",
+        f"--ray-client-server-port={free_port(ports.host)}",
         f"--num-cpus={num_cpus}",
         "--include-dashboard=true",
         "--disable-usage-stats",
@@ -176,7 +176,8 @@ def _reap() -> None:
             pass
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A port of `host` that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

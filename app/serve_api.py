@@ -67,7 +67,7 @@ class ServeApi:
         )
 
     def answers(self) -> bool:
-        """Whether the dashboard and its Serve module are up.
+        """Whether the dashboard is up.
 
         Raises:
             ServeApiError: it wants a token, so waiting longer would not help.
@@ -79,6 +79,14 @@ class ServeApi:
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise ServeApiError(f"Ray's dashboard answers {status}: Ray's token authentication is on here")
         return status == httpx.codes.OK
+
+    def serves(self) -> bool:
+        """Whether its Serve module is as well, which takes a Ray that has started."""
+        try:
+            self.details()
+        except ServeApiError:
+            return False
+        return True
 
     def details(self) -> dict[str, Any]:
         """Everything Serve says about itself."""

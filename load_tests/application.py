@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ class Application:
     """`serve`: what a `serve run` file holds. `directory`: for that file and the log, `launch.log`.
 
     `environment`: variables of all its processes beside our own. `ray`: the ports of GCS and dashboard of a Ray that
-    runs on this machine, to be joined and left running; else it has one of its own. Whoever makes one stops it.
+    runs on this machine, to be joined and left running; else it has one of its own. `options`: more for the launcher.
+    Whoever makes one stops it.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Application:
         directory: Path,
         environment: Mapping[str, str] | None = None,
         ray: tuple[int, int] | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         path = directory / "serve.yaml"
         path.write_text(yaml.safe_dump(dict(serve)))
@@ -43,7 +45,7 @@ class Application:
         self.ray_address = f"127.0.0.1:{ray_port}"
         self.log = directory / "launch.log"
         command = [sys.executable, "-m", "app.launch", "--config", str(path), "--port", str(port)]
-        command += ["--ray-port", str(ray_port), "--dashboard-port", str(dashboard_port)]
+        command += ["--ray-port", str(ray_port), "--dashboard-port", str(dashboard_port), *options]
         if ray is not None:
             command += ["--ray-address", self.ray_address]
         ours = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

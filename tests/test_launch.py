@@ -283,3 +283,40 @@ def test_descendants_are_found_through_generations() -> None:
         assert child.pid in descendants(os.getpid())
         child.kill()
     assert child.pid not in descendants(os.getpid())
+
+
+class StartedRay:
+    """Ends with status 1 as often as `deaths` says, then runs."""
+
+    deaths = 0
+    logs: list[Path]
+    stopped = 0
+
+    def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: dict[str, str]) -> None:
+        self.logs.append(log)
+        self._dies = len(self.logs) <= self.deaths
+        self.log = log
+
+    def exit_status(self) -> int | None:
+        return 1 if self._dies else None
+
+    def stop(self) -> None:
+        type(self).stopped += 1
+
+
+@pytest.mark.parametrize("deaths", [0, 2, 3])
+def test_a_ray_that_ends_while_it_starts_is_started_again(
+    deaths: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = type("Ray", (StartedRay,), {"deaths": deaths, "logs": []})
+    monkeypatch.setattr(launch, "LocalRay", kind)
+    monkeypatch.setattr(ServeApi, "answers", lambda api: True)
+    monkeypatch.setattr(ServeApi, "serves", lambda api: len(kind.logs) > deaths)
+    launcher = launch.Launcher(launch.parse_arguments([]))
+    if deaths == 3:
+        with pytest.raises(LaunchError, match="did not start in 3 tries"):
+            launcher._start_ray(1)
+    else:
+        launcher._start_ray(1)
+    assert (len(set(kind.logs)), kind.stopped) == (min(3, deaths + 1), deaths)
+    assert capsys.readouterr().out.count("ended with status 1 while it started; see ") == deaths

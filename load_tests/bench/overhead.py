@@ -5,8 +5,9 @@ stderr; the last line of stdout is one JSON object.
 
 **Who.** Each over an engine that computes nothing and takes `--step-s` for a step, whatever is in it. `baton`: the
 whole application, one prefill and one decode replica with mock engines whose steps hardly cost CPU
-(`engine.computes: false`), `placement.split` as `--split` says. `starlette`: a plain server, one uvicorn process, that
-streams events of the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker
+(`engine.computes: false`), `placement.split` as `--split` says. `baton_haproxy`: the same with HAProxy in place of
+Serve's HTTP proxy (`make serve HAPROXY=1`). `starlette`: a plain server, one uvicorn process, that streams events of
+the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker
 computes nothing (`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker,
 one replica (its prefill-decode application has one hop and one engine more, and needs a real worker).
 
@@ -55,6 +56,8 @@ def part_of(name: str, on_ray: bool) -> str:
         return ENGINE
     if not on_ray:
         return "server"
+    if name.partition(" ")[0].endswith("/haproxy"):
+        return "haproxy"
     if not name.startswith("ray::") or name.startswith(RAY_AGENTS):
         return DAEMONS
     words = name.removeprefix("ray::").replace("#", ".").split(":")

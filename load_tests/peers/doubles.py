@@ -52,7 +52,11 @@ def _starlette(group: Group, double: Double, directory: Path) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _baton(group: Group, double: Double, directory: Path) -> str:
+def _baton_haproxy(group: Group, double: Double, directory: Path) -> str:
+    return _baton(group, double, directory, "--haproxy")
+
+
+def _baton(group: Group, double: Double, directory: Path, *more: str) -> str:
     """`configs/mock.yaml` with one replica of each role, wide enough, and engines that compute nothing."""
     serve = yaml.safe_load((ROOT / "configs" / "mock.yaml").read_text())
     arguments = serve["applications"][0]["args"]
@@ -70,7 +74,7 @@ def _baton(group: Group, double: Double, directory: Path) -> str:
     pool = {"resources": {"num_cpus": 0.1}, "engine": engine}
     arguments |= {"prefill": pool, "decode": {"main": pool}, "placement": {"split": double.split}}
     arguments["ingress"] = {"max_ongoing_requests": 2 * MOST_STREAMS}
-    return run_baton(group, serve, directory)
+    return run_baton(group, serve, directory, *more)
 
 
 def engine_arguments(step_s: float) -> dict[str, Any]:
@@ -119,6 +123,7 @@ def _rayllm(group: Group, double: Double, directory: Path) -> str:
 
 DOUBLES: dict[str, Callable[[Group, Double, Path], str]] = {
     "baton": _baton,
+    "baton_haproxy": _baton_haproxy,
     "starlette": _starlette,
     "rayllm": _rayllm,
     "vllm": _vllm,

@@ -16,7 +16,7 @@ import httpx
 from load_tests.application import ROOT
 from load_tests.processes import Guard, adopt_orphans, began, children, descendants, reap, title
 
-READY_TIMEOUT_S, STOP_TIMEOUT_S, KILL_TIMEOUT_S = 300.0, 60.0, 10.0
+READY_TIMEOUT_S, STOP_TIMEOUT_S, KILL_TIMEOUT_S = 900.0, 60.0, 10.0  # Ray Serve LLM takes minutes on two cores
 ANSWER_TIMEOUT_S = 20.0  # a request may be held until a replica is there, or for good
 POLL_S = 0.25
 

@@ -58,12 +58,17 @@ def _baton(group: Group, settings: Settings, directory: Path) -> list[str]:
     return [run_baton(group, settings.serve, directory)]
 
 
-def run_baton(group: Group, serve: Mapping[str, Any], directory: Path) -> str:
+def _baton_haproxy(group: Group, settings: Settings, directory: Path) -> list[str]:
+    """Baton as `make serve HAPROXY=1` starts it."""
+    return [run_baton(group, settings.serve, directory, "--haproxy")]
+
+
+def run_baton(group: Group, serve: Mapping[str, Any], directory: Path, *more: str) -> str:
     """`make serve`'s launcher over a `serve run` file; the URL."""
     port, file = free_port(), directory / "baton.yaml"
     file.write_text(yaml.safe_dump(dict(serve)))
     ports = [f"--port={port}", f"--ray-port={free_port()}", f"--dashboard-port={free_port()}"]
-    group.run([sys.executable, "-m", "app.launch", f"--config={file}", *ports])
+    group.run([sys.executable, "-m", "app.launch", f"--config={file}", *ports, *more])
     return f"http://127.0.0.1:{port}"
 
 
@@ -123,6 +128,7 @@ def run_on_ray(group: Group, serve: Mapping[str, Any], directory: Path) -> str:
 
 PEERS: dict[str, Callable[[Group, Settings, Path], list[str]]] = {
     "baton": _baton,
+    "baton_haproxy": _baton_haproxy,
     "vllm": _vllm,
     "rayllm": _rayllm,
     "vllm_chunk256": _vllm_chunk256,

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,10 @@ def total(status: dict[str, Any], role: str, counter: str, pool: str | None = No
     return float(sum(replica["counters"].get(counter, 0) for replica in chosen))
 
 
-def start(config: str, directory: Path, **placement: Any) -> Cluster:
+def start(config: str, directory: Path, options: Sequence[str] = (), **placement: Any) -> Cluster:
     """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready.
 
-    `placement`: settings of that section to change.
+    `options`: more for the launcher. `placement`: settings of that section to change.
     """
     serve = yaml.safe_load((ROOT / "configs" / config).read_text())
     arguments = serve["applications"][0]["args"]
@@ -105,7 +105,7 @@ def start(config: str, directory: Path, **placement: Any) -> Cluster:
     arguments.setdefault("channel", {})["trace_dir"] = str(trace_dir)
     arguments["placement"] = arguments.get("placement", {}) | placement
     marker = uuid.uuid4().hex
-    application = Application(serve, directory, {MARKER: marker})
+    application = Application(serve, directory, {MARKER: marker}, options=options)
     try:
         application.wait()
     except NotStarted:

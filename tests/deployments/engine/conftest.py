@@ -1,6 +1,6 @@
 """A prefill and a decode engine, and requests for them.
 
-The contract is the same for the double and for the real engine: `FACTORIES` names how each pair is made.
+The contract is the same for the double and for the real engine: `engine_pair` has one of each.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import contextlib
 import multiprocessing
 import os
 import random
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -265,15 +267,42 @@ def _for_decode(config: MockEngineConfig) -> MockEngineConfig:
     return config.model_copy(update={"num_blocks": config.num_blocks + 16})
 
 
-VLLM = VllmEngineConfig(kv_cache_memory_bytes=768 << 20, max_num_seqs=32, max_num_batched_tokens=256)
-VLLM_MODEL = ModelConfig(dtype="float32")
-VLLM_BLOCK_BYTES = 30 * 128 * 3 * 64 * 2 * 4  # layers, tokens, heads, head size, keys and values, float32
+VLLM = VllmEngineConfig(kv_cache_memory_bytes=256 << 20, max_num_seqs=32, max_num_batched_tokens=256)
+LAYERS, HEADS, HEAD_DIM = 4, 3, 64
+VLLM_BLOCK_BYTES = LAYERS * VLLM.block_size * HEADS * HEAD_DIM * 2 * 4  # keys and values, float32
+
+
+def small_model(path: Path) -> Path:
+    """A model of random weights with the real one's tokenizer: a tenth of its work, and any change of the KV cache
+    changes the answer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from deployments.model import DEFAULT_CACHE_DIR, resolve
+
+    real = Path(resolve("bundled:smollm2-135m-instruct", DEFAULT_CACHE_DIR))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+        num_hidden_layers=LAYERS,
+        intermediate_size=384,
+        vocab_size=LlamaConfig.from_pretrained(real).vocab_size,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    for file in real.glob("*token*.json"):
+        shutil.copy(file, path)
+    return path
 
 
 @contextlib.asynccontextmanager
-async def vllm_pair() -> AsyncIterator[EnginePair]:
+async def vllm_pair(model: Path) -> AsyncIterator[EnginePair]:
     """Two real engine cores, prefill and decode, each in a process of its own; no Ray."""
-    prefill, decode = await asyncio.gather(_start_vllm(Role.PREFILL), _start_vllm(Role.DECODE))
+    prefill, decode = await asyncio.gather(*(_start_vllm(role, model) for role in (Role.PREFILL, Role.DECODE)))
     try:
         yield EnginePair(prefill, decode, VLLM_BLOCK_BYTES, prefill.engine.shutdown, caches_prefixes=True)
     finally:
@@ -281,20 +310,19 @@ async def vllm_pair() -> AsyncIterator[EnginePair]:
         await prefill.close()
 
 
-async def _start_vllm(role: Role) -> Running:
+async def _start_vllm(role: Role, path: Path) -> Running:
     from deployments.engine.build import environment
-    from deployments.model import DEFAULT_CACHE_DIR, resolve
     from tests.deployments.engine.vllm_wire import decode_outputs, encode
 
-    pool = PoolConfig(engine=VLLM)
-    os.environ.update(environment(BatonConfig(model=VLLM_MODEL, prefill=pool, decode={"main": pool}), "prefill"))
+    pool, model = PoolConfig(engine=VLLM), ModelConfig(source=str(path), dtype="float32")
+    os.environ.update(environment(BatonConfig(model=model, prefill=pool, decode={"main": pool}), "prefill"))
     from deployments.engine.vllm import VllmEngine
 
     engine = VllmEngine(
         VLLM,
-        VLLM_MODEL,
+        model,
         ChannelConfig(handoff_timeout_s=60),
-        model_path=str(resolve(VLLM_MODEL.source, DEFAULT_CACHE_DIR)),
+        model_path=str(path),
         role=role,
         replica_id=f"{role}-0",
         secret="a secret of the tests",
@@ -321,20 +349,17 @@ def forked() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-Factory = Callable[[], contextlib.AbstractAsyncContextManager[EnginePair]]
-FACTORIES: dict[str, Factory] = {"mock": mock_pair, "vllm": vllm_pair}
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_pairs() -> AsyncIterator[Callable[[str], Awaitable[EnginePair]]]:
-    """Pairs that are too dear to start for every test: one of a kind, for the module."""
+async def real_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[], Awaitable[EnginePair]]]:
+    """The pair that is too dear to start for every test: started at the first call, one for the module."""
     async with contextlib.AsyncExitStack() as stack:
-        pairs: dict[str, EnginePair] = {}
+        pairs: list[EnginePair] = []
 
-        async def get(kind: str) -> EnginePair:
-            if kind not in pairs:
-                pairs[kind] = await stack.enter_async_context(FACTORIES[kind]())
-            return pairs[kind]
+        async def get() -> EnginePair:
+            if not pairs:
+                model = small_model(tmp_path_factory.mktemp("model"))
+                pairs.append(await stack.enter_async_context(vllm_pair(model)))
+            return pairs[0]
 
         yield get
 
@@ -364,7 +389,7 @@ KINDS = [
 
 @pytest_asyncio.fixture(params=KINDS, loop_scope="module")
 async def engine_pair(
-    request: pytest.FixtureRequest, shared_pairs: Callable[[str], Awaitable[EnginePair]]
+    request: pytest.FixtureRequest, real_pair: Callable[[], Awaitable[EnginePair]]
 ) -> AsyncIterator[EnginePair]:
     """A started pair of every kind: a mock pair of the test's own, which must leave nothing, or the real one."""
     if request.param == "mock":
@@ -372,4 +397,4 @@ async def engine_pair(
         async with mock_pair() as pair:
             yield pair
     else:
-        yield await shared_pairs(request.param)
+        yield await real_pair()

@@ -291,7 +291,7 @@ def small_model(path: Path) -> Path:
         vocab_size=LlamaConfig.from_pretrained(real).vocab_size,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
-        initializer_range=0.3,
+        initializer_range=0.1,
     )
     LlamaForCausalLM(config).save_pretrained(path)
     for file in real.glob("*token*.json"):

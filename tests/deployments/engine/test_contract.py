@@ -71,13 +71,15 @@ LIST = '{"type": "array", "items": {"type": "string"}, "minItems": 40}'
 COUNTS_THE_ANSWER: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "greedy": lambda free: {},
     "min_tokens": lambda free: {"min_tokens": 18, "stop_token_ids": [free[6], free[20]]},
-    "penalties": lambda free: {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.1},
+    "penalties": lambda free: {"presence_penalty": -2.0, "frequency_penalty": -2.0, "repetition_penalty": 0.9},
     "bad_words": lambda free: {"_bad_words_token_ids": [free[2:4], free[8:10], free[13:15]]},
     "grammar": lambda free: {"structured_outputs": {"json": LIST}},
     "seed": lambda free: {"seed": 7, "temperature": 1.0, "top_p": 0.9},
     "logprobs": lambda free: {"logprobs": 2},
 }
-"""Sampling that counts, or is moved by, generated tokens; made from what is answered without it."""
+"""Sampling that counts, or is moved by, generated tokens; made from what is answered without it.
+
+The penalties are rewards: a model of random weights does not repeat itself by itself."""
 
 
 @pytest.mark.parametrize("name", COUNTS_THE_ANSWER)

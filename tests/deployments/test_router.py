@@ -130,7 +130,8 @@ async def test_a_full_replica_refuses_and_the_call_is_not_sent_elsewhere(cluster
     handle = deploy("full", max_ongoing_requests=1)
     name = await handle.name.remote()
     first = asyncio.ensure_future(_result(handle, task_for(name, 1), 12.0))
-    async with asyncio.timeout(11):
+    await asyncio.sleep(1)
+    async with asyncio.timeout(10):
         while not (error := await _failure(handle, task_for(name, 2))):  # the first may not be there yet
             await asyncio.sleep(0.1)
     assert "refused session s2" in str(error)

@@ -88,6 +88,9 @@ async def test_clients_are_served_through_it(cluster: Cluster) -> None:
     found = {pid: line for pid, line in processes(cluster.marker).items() if "/haproxy" in line.partition(" ")[0]}
     assert found, "HAProxy runs"
     assert {address for pid in found for address in listening(pid)} == {"0100007F"}, "it listens on loopback only"
+    title = f"ray::ServeReplica:{clusters.NAME}:ingress"
+    (ingress,) = [pid for pid, line in processes(cluster.marker).items() if line.startswith(title)]
+    assert "00000000" not in listening(ingress), "and so does what it sends requests to"
     body = {"model": "mock", "prompt": list(range(100, 160)), "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0) as client:
         whole = await client.post("/v1/completions", json=body | {"return_token_ids": True})

@@ -204,7 +204,7 @@ class PlacementConfig(Section):
     ] = Field("joint", description="How replicas are chosen. All but `joint` are there to be compared with.")
     admission: bool = Field(True, description="Refuse what is predicted to miss the objectives of its class.")
     admission_slack: float = Field(
-        1.0, gt=0, description="A predicted time may be so many times its objective before the request is refused."
+        0.95, gt=0, description="A predicted time may be so many times its objective before the request is refused."
     )
     overcommit: float = Field(
         1.0,

@@ -33,7 +33,7 @@ from deployments.policy.chance import Chance
 from deployments.policy.classes import PriorityClass, PriorityClasses
 from deployments.policy.latency import Coefficients, StepModel
 from deployments.policy.length import LengthPredictor
-from deployments.policy.objectives import verdict
+from deployments.policy.objectives import times, verdict
 from deployments.policy.outlook import Knowledge, Limits
 from deployments.policy.placement import PlacementSettings, claimed, place, takes
 from deployments.policy.policies import POLICIES
@@ -356,8 +356,7 @@ class Allocator:
         if not self._config.admission or wait_s <= self._ttft_limit_s(priority):
             return None
         reason = (
-            f"predicted wait {wait_s:.1f} s behind {ahead} others, over the {priority.ttft_s:g} s TTFT of "
-            f"class {priority.name}"
+            f"predicted wait {wait_s:.1f} s behind {ahead} others, over {self._ttft(priority)} of class {priority.name}"
         )
         return Reject(reason, min(max(wait_s, 1.0), self._config.queue_timeout_s), code="predicted_ttft")
 
@@ -404,8 +403,11 @@ class Allocator:
         trusted = self._config.admission and session.knowledge.trusted and not why.unavailable
         if not trusted or waited_s <= limit_s:
             return None
-        reason = f"waited {waited_s:.1f} s, over the {priority.ttft_s:g} s TTFT of class {priority.name}: {why.reason}"
+        reason = f"waited {waited_s:.1f} s, over {self._ttft(priority)} of class {priority.name}: {why.reason}"
         return Reject(reason, self.room.retry_after_s(now_s), code="predicted_ttft")
+
+    def _ttft(self, priority: PriorityClass) -> str:
+        return f"{times(self._config.admission_slack)}the {priority.ttft_s:g} s TTFT"
 
     def _ttft_limit_s(self, priority: PriorityClass) -> float:
         return UNBOUNDED if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s

@@ -58,8 +58,12 @@ def _until_ttft_fits(forecast: Forecast, limit_s: float, relief_s: float | None)
 
 
 def _over(predicted_s: float, objective_s: float, slack: float) -> str:
-    times = "" if slack == 1.0 else f"{slack:g} times "
-    return f"{_time(predicted_s)} over {times}the {_time(objective_s)}"
+    return f"{_time(predicted_s)} over {times(slack)}the {_time(objective_s)}"
+
+
+def times(slack: float) -> str:
+    """How a reason names an objective that counts only so many times."""
+    return "" if slack == 1.0 else f"{slack:g} times "
 
 
 def _time(seconds: float) -> str:

@@ -57,9 +57,22 @@ def task_for(replica_id: str, number: int = 0) -> SessionTask:
     return SessionTask(f"s{number}", 1, replica_id, f"r{number}", (b"x" * 1000,), "tcp://x", 60.0, 100)
 
 
+def start_ray() -> None:
+    """Ray ends itself when a process of its own is slow to start, so it has three tries."""
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        except Exception:
+            ray.shutdown()
+            if not tries_left:
+                raise
+        else:
+            return
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    start_ray()
     serve.start(http_options={"location": "NoServer"})
     yield
     serve.shutdown()

@@ -119,7 +119,10 @@ class Launcher:
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
         if self._options.haproxy:
             host, script = self._ports.host, _RUN_DIR / f"{os.getpid()}-haproxy"
-            environment |= haproxy_environment(host, (free_port(host), free_port(host)), script)
+            try:
+                environment |= haproxy_environment(host, (free_port(host), free_port(host)), script)
+            except FileNotFoundError as error:
+                raise LaunchError(f"no HAProxy: {error}") from error
         deadline = time.monotonic() + _RAY_START_TIMEOUT_S
         for number in range(1, _RAY_STARTS + 1):
             log = _RUN_DIR / f"{os.getpid()}-ray-{number}.log"

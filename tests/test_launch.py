@@ -320,3 +320,10 @@ def test_a_ray_that_ends_while_it_starts_is_started_again(
         launcher._start_ray(1)
     assert (len(set(kind.logs)), kind.stopped) == (min(3, deaths + 1), deaths)
     assert capsys.readouterr().out.count("ended with status 1 while it started; see ") == deaths
+
+
+def test_without_haproxy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
+    launcher = launch.Launcher(launch.parse_arguments(["--haproxy"]))
+    with pytest.raises(LaunchError, match=r"no HAProxy: .*/nowhere/haproxy"):
+        launcher._start_ray(1)

@@ -15,7 +15,7 @@ from deployments.messages import Role, StepSample
 from deployments.replica import Identity
 from load_tests.engines.pair import Core
 from load_tests.handoff_figures import median
-from load_tests.processes import Guard, descendants
+from load_tests.processes import Guard, descendants, title
 from load_tests.workloads import prompt
 
 STEPS_COUNTED, STEPS_SKIPPED = 12, 2
@@ -109,7 +109,8 @@ async def solo(config: BatonConfig, pool: str, seed: int) -> AsyncIterator[Solo]
     before, guard = descendants(os.getpid()), Guard()
     try:
         core = Core(engine, await engine.start())
-        guard.watch(descendants(os.getpid()) - before - {guard.pid})
+        made = descendants(os.getpid()) - before - {guard.pid}
+        guard.watch(pid for pid in made if "resource_tracker" not in title(pid))  # that one is ours, and goes on
         try:
             yield Solo(core, seed)
         finally:

@@ -34,6 +34,7 @@ import yaml
 from pydantic import ValidationError
 
 from configs.schema import BatonConfig, VllmEngineConfig
+from deployments.engine.protocol import EngineError
 from load_tests.application import ROOT
 from load_tests.engines.solo import Solo, SoloError, solo
 from load_tests.handoff_figures import median
@@ -252,7 +253,7 @@ def _variant(text: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     try:
         result = run(parse(arguments))
-    except SoloError as error:
+    except (EngineError, SoloError) as error:
         sys.exit(str(error))
     say(fragment(result["pools"]))
     print(json.dumps(result), flush=True)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from configs.schema import BatonConfig
 from deployments.engine.build import build_engine, environment
@@ -100,20 +100,32 @@ def _is(step: StepSample, sequences: int, prefill_tokens: int) -> bool:
     return step.decode_sequences == sequences and step.prefill_tokens == prefill_tokens
 
 
+@contextlib.contextmanager
+def _environ(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables for as long as an engine is measured: the next one may be a variant without them."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @contextlib.asynccontextmanager
 async def solo(config: BatonConfig, pool: str, seed: int) -> AsyncIterator[Solo]:
     """Start the engine of one pool, and end it with all its processes. Raises EngineError."""
-    os.environ.update(environment(config, pool))
     role = Role.PREFILL if pool == "prefill" else Role.DECODE
-    engine = build_engine(config, Identity(ID, pool, role, "here", "127.0.0.1"), secret=ID)
     before, guard = descendants(os.getpid()), Guard()
-    try:
-        core = Core(engine, await engine.start())
-        made = descendants(os.getpid()) - before - {guard.pid}
-        guard.watch(pid for pid in made if "resource_tracker" not in title(pid))  # that one is ours, and goes on
+    with contextlib.closing(guard), _environ(environment(config, pool)):
+        engine = build_engine(config, Identity(ID, pool, role, "here", "127.0.0.1"), secret=ID)
+        try:
+            info = await engine.start()
+        finally:
+            made = descendants(os.getpid()) - before - {guard.pid}
+            guard.watch(pid for pid in made if "resource_tracker" not in title(pid))  # that one is ours, and goes on
+        core = Core(engine, info)
         try:
             yield Solo(core, seed)
         finally:
             await core.close()
-    finally:
-        guard.close()

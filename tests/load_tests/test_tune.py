@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +138,40 @@ async def test_a_dead_engine_is_an_error() -> None:
         scripted.is_dead = True
         with pytest.raises(EngineError, match="died"):
             await engine.decoding(2, 256)
+
+
+def config_of(**engine: Any) -> BatonConfig:
+    pool = {"engine": {"kind": "vllm", **engine}, "env": {"OF_THE_POOL": "1"}}
+    return BatonConfig.model_validate({"prefill": pool, "decode": {"main": pool}})
+
+
+async def test_an_engine_has_its_variables_and_the_next_one_has_them_not(
+    monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """An eager engine compiles nothing, by a variable; a compiled one that is measured after it must not have that."""
+    monkeypatch.setattr(solo_module, "build_engine", lambda *_, **__: FormulaEngine())
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    seen = []
+    for eager in (True, False):
+        async with solo_module.solo(config_of(enforce_eager=eager), "prefill", 1):
+            seen.append((os.environ.get("TORCH_COMPILE_DISABLE"), os.environ.get("OF_THE_POOL")))
+    assert seen == [("1", "1"), (None, "1")]
+    assert "OF_THE_POOL" not in os.environ
+
+
+async def test_an_engine_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
+    class Broken(FormulaEngine):
+        async def start(self) -> EngineInfo:
+            self.child = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 - as vLLM's launch would
+            raise EngineError("no memory")
+
+    broken = Broken()
+    monkeypatch.setattr(solo_module, "build_engine", lambda *_, **__: broken)
+    with pytest.raises(EngineError, match="no memory"):
+        async with solo_module.solo(config_of(), "prefill", 1):
+            pass
+    assert broken.child.wait(20) == -signal.SIGKILL
+    assert "OF_THE_POOL" not in os.environ
 
 
 def test_the_smallest_chunk_that_costs_little_throughput() -> None:

@@ -16,7 +16,7 @@ from deployments.errors import Unavailable
 from deployments.messages import Handoff
 from deployments.request_context import RequestContext
 from deployments.serve_leaving import until_leaving
-from deployments.serve_ports import ServeManager, ServePool, ServePools
+from deployments.serve_ports import ServePool, ServePools, manager_client
 from deployments.stand_in import StandIn
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class Ingress:
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
         block_size = self._config.prefill.engine.block_size  # the same in every pool
-        self._manager = StandIn(ServeManager(self._manager_handle), self._config)
+        self._client = manager_client(self._manager_handle, self._config)
+        self._manager = StandIn(self._client, self._config)
         core = ClusterCore(
             self._manager,
             self._pools,
@@ -85,4 +86,5 @@ class Ingress:
         if llm := getattr(self, "_llm", None):
             llm.shutdown()
             self._manager.shutdown()
+            self._client.shutdown()
             self._ended.cancel()

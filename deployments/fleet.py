@@ -307,6 +307,10 @@ class Fleet:
         """The open promises of one session, by epoch: ordinarily one, or none."""
         return tuple(each for each in self._of_session.get(session_id, {}).values() if not each.released)
 
+    def __len__(self) -> int:
+        """The replicas that have reported and are not forgotten."""
+        return len(self._arrivals)
+
     def snapshots(self) -> Mapping[str, ReplicaSnapshot]:
         """The newest snapshot of every replica, by replica id."""
         return {replica_id: arrival.snapshot for replica_id, arrival in self._arrivals.items()}

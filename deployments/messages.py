@@ -186,13 +186,15 @@ class ReportAnswer:
 
     `peers`: none when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none; the
     next is to be a whole one. `hold`: a replica that is loaded is not to start yet (`Fleet.is_out_of_step`).
-    `move`: the sessions that it is to let go, before its KV blocks run out.
+    `move`: the sessions that it is to let go, before its KV blocks run out. `interval_s`: it is to report no more
+    often, also if its configuration lets it, but for what cannot wait.
     """
 
     peers: Peers | None = None
     resync: bool = False
     hold: bool = False
     move: tuple[str, ...] = ()
+    interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,9 @@ class Replica:
         self._counted = False
         self._moved_s = time.monotonic()
         self._version = time.time_ns()  # grows over restarts too
-        self._changed = asyncio.Event()
+        self._changed, self._urgent = asyncio.Event(), asyncio.Event()
+        self._interval_s = config.snapshot_interval_s
+        self._told_finished = 0
         self._peers = Peers(0, ())
         self._has_news_of_peers = asyncio.Event()
         self._resync = False
@@ -142,8 +144,7 @@ class Replica:
         self._changed.set()
         await self._wait_for_turn()
         self._refuse_if_failed()
-        self._phase = Phase.READY
-        self._changed.set()
+        self._enter(Phase.READY)
 
     async def _wait_for_turn(self) -> None:
         """Serve stops an old replica when its successor has started. So that both sides shift in step, one whose engine
@@ -163,8 +164,7 @@ class Replica:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s of %s ended: %r", task.get_name(), self._identity.replica_id, error)
             self._error = error
-            self._phase = Phase.DRAINING  # Serve replaces us; until then nothing may be placed here
-            self._changed.set()
+            self._enter(Phase.DRAINING)  # Serve replaces us; until then nothing may be placed here
             self._has_answer.set()
             self._fail_open_runs(f"the replica failed: {error}")
 
@@ -204,6 +204,8 @@ class Replica:
             self._finished_version += 1
             self._counted = False
             self._changed.set()
+            if self._finished_version - self._told_finished >= FINISHED_KEPT // 2:
+                self._urgent.set()
             if outcome != "finished" and self._serves:
                 await asyncio.shield(self._engine.abort([task.request_id]))
         return SessionReport(task.session_id, self._identity.replica_id, outcome, live.output_tokens)
@@ -270,9 +272,14 @@ class Replica:
             self._let_go(live)
 
     async def _report_loop(self) -> None:
-        """Tell the manager what has changed, at most once per interval, and that we live, once per heartbeat."""
+        """Tell the manager what has changed, at most once per interval, and that we live, once per heartbeat.
+
+        The manager of a large fleet asks for a longer interval, which what is urgent does not wait for.
+        """
         while True:
             self._changed.clear()  # before the snapshot: what changes after it is news
+            self._urgent.clear()
+            self._told_finished = self._finished_version
             await self._refresh_counters()
             has_info = self._info is not None
             try:
@@ -284,18 +291,19 @@ class Replica:
                     self._is_held = False
                     self._has_answer.set()
                 logger.warning("the session manager did not take a snapshot: %r", error)
-            await asyncio.sleep(self._config.snapshot_interval_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._changed.wait()
+            interval_s = self._config.snapshot_interval_s
+            await asyncio.sleep(interval_s)
+            await _set_within(self._urgent, self._interval_s - interval_s)
+            await _set_within(self._changed, HEARTBEAT_S - max(0.0, self._interval_s - interval_s))
 
     def _heed(self, answer: ReportAnswer, has_info: bool) -> None:
-        self._resync = answer.resync
+        self._resync, self._interval_s = answer.resync, answer.interval_s
         if has_info:
             self._is_held = answer.hold
             self._has_answer.set()
         if answer.resync:
             self._changed.set()
+            self._urgent.set()
         if answer.peers is not None:
             self._peers = answer.peers
             self._has_news_of_peers.set()
@@ -397,8 +405,12 @@ class Replica:
 
     def leave(self) -> None:
         """Say that nothing may be placed here any more. What is here, or on its way here, is served."""
-        self._phase = Phase.DRAINING
+        self._enter(Phase.DRAINING)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
         self._changed.set()
+        self._urgent.set()
 
     async def stop(self) -> None:
         """End the tasks, the open runs and the engine; idempotent."""
@@ -412,3 +424,10 @@ class Replica:
             _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)
         await self._engine.shutdown()
         self._sender.close()
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, so long at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

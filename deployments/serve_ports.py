@@ -1,9 +1,8 @@
-"""The cluster core's and the replicas' ports to other deployments, over Serve handles."""
+"""The cluster core's and the replicas' ports to other deployments, by their Serve handles."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import ray.exceptions
@@ -11,18 +10,12 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from configs.schema import BatonConfig
+from deployments.cluster_secret import cluster_secret
 from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost, Unavailable
-from deployments.messages import (
-    Admit,
-    ManagerView,
-    Reject,
-    ReplicaSnapshot,
-    ReportAnswer,
-    SessionReport,
-    SessionRequest,
-    SessionTask,
-)
+from deployments.manager_client import ManagerClient
+from deployments.messages import SessionReport, SessionTask
 
 _GONE = (ray.exceptions.RayError, RayServeException, EngineError, OSError)
 
@@ -61,50 +54,16 @@ class ServePools(dict[str, ServePool]):
         return pool
 
 
-class ServeManager:
-    """The session manager's deployment. Every call raises Unavailable while it cannot be reached."""
+def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClient:
+    """The session manager's client, which Serve tells where the manager is. Call it in a running event loop."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def open(self, request: SessionRequest) -> Admit | Reject:
-        decision: Admit | Reject = await self._call("open", request)
-        return decision
-
-    async def prefill_done(self, session_id: str, epoch: int) -> None:
-        await self._call("prefill_done", session_id, epoch)
-
-    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
-        await self._call("close", session_id, epoch, outcome, output_tokens)
-
-    async def lost(self, replica_id: str, gone: bool = False) -> None:
-        await self._call("lost", replica_id, gone)
-
-    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
-        silent: tuple[str, ...] = await self._call("silent", replica_ids)
-        return silent
-
-    async def view(self, after_s: float) -> ManagerView:
-        view: ManagerView = await self._call("view", after_s)
-        return view
-
-    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
-        answer: ReportAnswer = await self._call("report", snapshot)
-        return answer
-
-    async def ready(self) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._call("ready")
-        return answer
-
-    async def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._call("status")
-        return answer
-
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def locate() -> str:
         try:
-            return await _ask(self._handle, method, *args)
+            return str(await _ask(handle, "address"))
         except _GONE as error:
-            raise Unavailable(f"the session manager cannot be reached: {_why(error)}") from error
+            raise Unavailable(f"the session manager cannot be found: {_why(error)}") from error
+
+    return ManagerClient(locate, cluster_secret(config))
 
 
 def _why(error: BaseException) -> str:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from typing import Any
 
 import ray
 from ray import serve
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig
+from deployments.cluster_secret import cluster_secret
 from deployments.drain import drain
 from deployments.engine.build import build_engine
 from deployments.engine.protocol import EngineError
 from deployments.messages import Role, SessionReport, SessionTask
 from deployments.replica import Identity, Replica
 from deployments.serve_leaving import until_leaving
-from deployments.serve_ports import ServeManager
+from deployments.serve_ports import manager_client
 
 logger = logging.getLogger("baton.replica")
-
-SECRET_KEY = b"baton-channel-secret"
 
 
 class ServeReplica:
@@ -42,7 +39,8 @@ class ServeReplica:
             host=get_node_ip_address(),
         )
         engine = build_engine(baton, identity, cluster_secret(baton))
-        self._replica = Replica(identity, engine, ServeManager(manager), baton.placement)
+        self._manager = manager_client(manager, baton)
+        self._replica = Replica(identity, engine, self._manager, baton.placement)
         await self._replica.start()
         self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
 
@@ -78,11 +76,4 @@ class ServeReplica:
             await self._drained
         else:
             await self._replica.stop()
-
-
-def cluster_secret(config: BatonConfig) -> str:
-    """What seals control messages: the configured secret, or one made once per Ray cluster and kept in its GCS."""
-    if config.channel.secret is not None:
-        return config.channel.secret
-    _internal_kv_put(SECRET_KEY, secrets.token_hex(32).encode(), overwrite=False)
-    return bytes(_internal_kv_get(SECRET_KEY)).decode()
+        self._manager.shutdown()

@@ -1,20 +1,14 @@
-"""Control messages between workers: their schema, and how they are sealed on the wire.
-
-A sealed message is a 16-byte keyed BLAKE2b digest followed by msgpack. What does not carry the deployment's
-secret, exceeds `MAX_BYTES` or does not fit the schema is refused with `BadMessage`; nothing is ever unpickled.
-"""
+"""Control messages between workers: their schema."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import Annotated
 
 import msgspec
 
 from transfer.layout import KVLayout
+from transfer.seal import SealOf
 
-DIGEST_BYTES = 16
 MAX_BYTES = 8 * 1024 * 1024
 REASON_CHARS = 1024
 
@@ -23,10 +17,6 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]  # NaN is not
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
-class BadMessage(Exception):
-    """Bytes that are not a message of this deployment."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -102,31 +92,8 @@ class Nudge(Message, frozen=True):
 AnyMessage = Hello | Welcome | Refused | Offer | Cancel | Landed | Failed | FirstToken | Nudge
 
 
-class Seal:
-    """Encodes and authenticates messages with the deployment's secret."""
+class Seal(SealOf[AnyMessage]):
+    """Seals control messages with the deployment's secret."""
 
     def __init__(self, secret: str) -> None:
-        self._key = hashlib.blake2b(secret.encode(), digest_size=32).digest()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(AnyMessage)
-
-    def _digest(self, body: bytes) -> bytes:
-        return hashlib.blake2b(body, digest_size=DIGEST_BYTES, key=self._key).digest()
-
-    def pack(self, message: AnyMessage) -> bytes:
-        """The message as bytes for the wire."""
-        body = self._encoder.encode(message)
-        return self._digest(body) + body
-
-    def unpack(self, frame: bytes) -> AnyMessage:
-        """The message in a frame. Raises BadMessage."""
-        if not DIGEST_BYTES < len(frame) <= MAX_BYTES:
-            raise BadMessage(f"a frame of {len(frame)} bytes")
-        digest, body = frame[:DIGEST_BYTES], frame[DIGEST_BYTES:]
-        if not hmac.compare_digest(digest, self._digest(body)):
-            raise BadMessage("a frame with a wrong seal")
-        try:
-            message: AnyMessage = self._decoder.decode(body)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise BadMessage(f"a frame that fits no message: {error}") from error
-        return message
+        super().__init__(secret, AnyMessage, MAX_BYTES)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from transfer.control import MAX_BYTES, AnyMessage, BadMessage, Seal
+from transfer.control import MAX_BYTES, AnyMessage, Seal
+from transfer.seal import BadMessage
 
 MAX_SOCKETS = 60_000  # three a connection; ZeroMQ's own limit, 1023, is 341 peers
 TAKE_AT_ONCE = 1000  # of a connection, then others have their turn

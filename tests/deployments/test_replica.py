@@ -32,7 +32,7 @@ from deployments.messages import (
     SessionTask,
     StepSample,
 )
-from deployments.replica import Identity, Replica
+from deployments.replica import FINISHED_KEPT, Identity, Replica
 from deployments.wire import OutputReceiver
 
 WAIT_S = 20.0
@@ -108,6 +108,7 @@ class Manager:
         self.peers: Peers | None = None
         self.resync = self.hold = False
         self.move: tuple[str, ...] = ()
+        self.interval_s = 0.0
         self.refused = 0
         self._came = asyncio.Event()
 
@@ -119,7 +120,7 @@ class Manager:
         self._came.set()
         resync, self.resync = self.resync, False
         peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
-        return ReportAnswer(peers, resync, self.hold, self.move)
+        return ReportAnswer(peers, resync, self.hold, self.move, self.interval_s)
 
     @property
     def last(self) -> ReplicaSnapshot:
@@ -237,6 +238,41 @@ async def test_a_quiet_replica_still_says_that_it_lives(up: Fixture, monkeypatch
     await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 1)
     count = len(up.manager.snapshots)
     await until(lambda: len(up.manager.snapshots) > count + 3)
+
+
+@pytest.fixture
+async def seldom(up: Fixture) -> Fixture:
+    """The manager wants to hear of it once an hour."""
+    up.manager.interval_s = 3600.0
+    up.engine.put(counters={"n": 1})
+    await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 1)
+    return up
+
+
+async def test_it_reports_no_more_often_than_the_manager_lets_it(seldom: Fixture) -> None:
+    count = len(seldom.manager.snapshots)
+    run = await seldom.begin("a")
+    seldom.engine.put(("a", 1, True), counters={"n": 2})
+    assert (await asyncio.wait_for(run, WAIT_S)).outcome == "finished"
+    await asyncio.sleep(0.05)
+    assert len(seldom.manager.snapshots) == count
+
+
+async def test_a_replica_that_leaves_does_not_wait_to_be_asked(seldom: Fixture) -> None:
+    seldom.replica.leave()
+    await seldom.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
+
+
+async def test_no_ended_part_is_lost_where_reports_are_seldom(seldom: Fixture) -> None:
+    """The log of ended parts is bounded, and told of before it is full."""
+    for number in range(FINISHED_KEPT + 10):
+        run = await seldom.begin(f"a{number}")
+        seldom.engine.put((f"a{number}", 1, True))
+        await asyncio.wait_for(run, WAIT_S)
+        await asyncio.sleep(0.001)
+    told = {part.session_id for snapshot in seldom.manager.snapshots for part in snapshot.finished}
+    assert len(told) >= FINISHED_KEPT
+    assert len(seldom.manager.snapshots) < 10
 
 
 async def test_an_unreachable_manager_is_told_later(up: Fixture) -> None:

@@ -428,3 +428,16 @@ async def test_a_loaded_replica_is_held_until_its_engine_has_a_partner(cluster: 
     assert not await held(decode, 1)
     assert not await held(prefill, 2)
     assert not await held(replace(D0, replica_id="odd", fingerprint="odd"), 1, Phase.READY)
+
+
+@pytest.mark.parametrize(("overcommit", "expected"), [(1.0, [0.0, 0.2, 1.0, 1.0]), (1.2, [0.0] * 4)])
+async def test_a_large_fleet_reports_less_often_but_where_blocks_are_promised_twice(
+    overcommit: float, expected: list[float]
+) -> None:
+    manager, found = SessionManager(config(overcommit=overcommit)), []
+    for number in range(1, 601):
+        replica = info(f"d{number}", "decode-small", 20)
+        answer = await manager.report(ReplicaSnapshot(replica.replica_id, 1, Phase.READY, replica))
+        if number in (1, 100, 500, 600):
+            found.append(round(answer.interval_s, 2))
+    assert found == expected

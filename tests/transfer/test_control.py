@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer import control
-from transfer.control import BadMessage, Seal
+from transfer.control import Seal
 from transfer.layout import KVLayout
+from transfer.seal import DIGEST_BYTES, BadMessage
 
 SEAL = Seal("secret")
 LAYOUT = KVLayout(1, 1, 4, 16, 64, (2**47,), "cuda", 1, {"model": "m"})
@@ -71,7 +72,7 @@ def test_an_oversize_frame_is_refused_before_it_is_hashed() -> None:
 def sealed(body: bytes) -> bytes:
     """Bytes under a right seal: what a peer with a bug could send."""
     key = hashlib.blake2b(b"secret", digest_size=32).digest()
-    return hashlib.blake2b(body, digest_size=control.DIGEST_BYTES, key=key).digest() + body
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES, key=key).digest() + body
 
 
 @given(st.binary(min_size=1, max_size=100))

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transfer import control
-from transfer.control import BadMessage, Cancel, Failed, FirstToken, Hello, Landed, Offer, Refused, Seal, Welcome
+from transfer.control import Cancel, Failed, FirstToken, Hello, Landed, Offer, Refused, Seal, Welcome
 from transfer.endpoint import TAKE_AT_ONCE, Endpoint
 from transfer.layout import KVLayout
 from transfer.plane import InProcessPlane
+from transfer.seal import DIGEST_BYTES, BadMessage
 
 SECRET = "a secret of the tests"
 KEY = ("session", 1)
@@ -29,7 +30,7 @@ BLOCKS, BLOCK_BYTES, GUARD = 64, 32, 4096
 def sealed(body: bytes) -> bytes:
     """Any bytes under a right seal."""
     key = hashlib.blake2b(SECRET.encode(), digest_size=32).digest()
-    return hashlib.blake2b(body, digest_size=control.DIGEST_BYTES, key=key).digest() + body
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES, key=key).digest() + body
 
 
 class Peer:

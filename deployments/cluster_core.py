@@ -73,7 +73,8 @@ from deployments.wire import OutputReceiver
 
 logger = logging.getLogger("baton.core")
 
-OUTPUT_GRACE_S = 5.0
+OUTPUT_GRACE_S, CALL_GRACE_S = 5.0, 1.0
+"""A part's last outputs and the answer to its call travel apart: so long the one waits for the other."""
 CLOSE_TIMEOUT_S = 10.0
 QUIET_S, WATCH_S, SILENT_TIMES = 3.0, 1.0, 3
 """A session that has had no output for QUIET_S has the manager asked about its replicas, every WATCH_S; a replica that
@@ -110,8 +111,9 @@ class Pool(Protocol):
 class _Attempt:
     """One placement of a session, and what runs for it. `answered`: the tokens that its client had before.
 
-    `leaving`: the replica that let the session go. `lost`: why it came to nothing. `until_pulled`: what ends when
-    decode has the KV cache, where decode pulls it. `notices`: what the session manager is being told.
+    `leaving`: the replica that let the session go. `ended`: its owner has said that it holds nothing of it any more.
+    `lost`: why it came to nothing. `until_pulled`: what ends when decode has the KV cache, where decode pulls it.
+    `notices`: what the session manager is being told.
     """
 
     entry: _Open
@@ -125,6 +127,7 @@ class _Attempt:
     outcome: str = ""
     placement: Placement | None = None
     output_tokens: int = 0
+    ended: bool = False
     calls: list[asyncio.Task[None]] = field(default_factory=list)
     until_pulled: list[asyncio.Task[None]] = field(default_factory=list)
     notices: list[asyncio.Task[None]] = field(default_factory=list)
@@ -411,6 +414,7 @@ class ClusterCore(EngineCoreClient):
             attempt.notices.append(self._own(self._tell(lost), "lost"))
             self._apply(attempt, attempt.session.call_ended(role, clean=False, detail=str(error)))
             return
+        attempt.ended |= replica is placement.owner
         if report.outcome == MOVED:
             self._apply(attempt, attempt.session.lost(Moved(f"{replica.replica_id} let it go"), MOVED))
             return
@@ -456,6 +460,8 @@ class ClusterCore(EngineCoreClient):
 
     async def _close(self, entry: _Open) -> None:
         """End what is still open of the session, then give back what was reserved for it."""
+        if entry.now.ended and entry.now.calls:  # they end by themselves, which costs less than to cancel them
+            await asyncio.wait(entry.now.calls, timeout=CALL_GRACE_S)
         for attempt in entry.attempts:
             await self._end_calls(attempt)
         self._open.pop(entry.request.request_id, None)
@@ -468,8 +474,8 @@ class ClusterCore(EngineCoreClient):
     async def _give_back(self, attempt: _Attempt) -> None:
         if attempt.placement is not None and not attempt.given_back:
             attempt.given_back, placement, outcome = True, attempt.placement, attempt.outcome or "failed"
-            close = self._manager.close(placement.session_id, placement.epoch, outcome, attempt.output_tokens)
-            await self._tell(close)
+            key, tokens = (placement.session_id, placement.epoch), attempt.output_tokens
+            await self._tell(self._manager.close(*key, outcome, tokens, attempt.ended))
 
     async def _tell(self, message: Coroutine[Any, Any, None]) -> None:
         try:
@@ -505,6 +511,8 @@ class ClusterCore(EngineCoreClient):
             return
         attempt.heard_s = time.monotonic()
         finish = None if output.finish_reason is None else _FINISH[output.finish_reason]
+        if finish is not None and replica_id == attempt.placement.owner.replica_id:
+            attempt.ended = True
         if attempt.entry.sent and attempt.number > 1:
             output.prefill_stats = None  # its prompt is no more the client's
         elif role is Role.DECODE and prefill is not None and output.prefill_stats is not None:

@@ -270,16 +270,16 @@ class Fleet:
         self._put(replace(promise, prefilling=False), now_s)
         return True
 
-    def release(self, session_id: str, epoch: int, now_s: float) -> bool:
+    def release(self, session_id: str, epoch: int, now_s: float, ended: bool = False) -> bool:
         """The session is over; idempotent. True when that was news.
 
         Its blocks still count on a replica whose newest snapshot lists the session: the engine has not freed
-        them.
+        them. `ended`: the owner has said since then that its part is over, and holds nothing.
         """
         promise = self._promises.get((session_id, epoch))
         if promise is None or promise.released:
             return False
-        released = replace(promise, released=True, prefilling=False)
+        released = replace(promise, released=True, prefilling=False, finished=promise.finished or ended)
         self._put(released, now_s)
         if not self._is_listed(released):
             self._remove(released, now_s)

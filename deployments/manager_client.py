@@ -48,8 +48,10 @@ class ManagerClient:
     async def prefill_done(self, session_id: str, epoch: int) -> None:
         await self._ask(lambda number: wire.PrefillDone(number, session_id, epoch))
 
-    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
-        await self._ask(lambda number: wire.Close(number, session_id, epoch, outcome, output_tokens))
+    async def close(
+        self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None, ended: bool = False
+    ) -> None:
+        await self._ask(lambda number: wire.Close(number, session_id, epoch, outcome, output_tokens, ended))
 
     async def lost(self, replica_id: str, gone: bool = False) -> None:
         await self._ask(lambda number: wire.Lost(number, replica_id, gone))

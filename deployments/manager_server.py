@@ -91,7 +91,7 @@ class ManagerServer:
             case wire.PrefillDone():
                 await manager.prefill_done(call.session_id, call.epoch)
             case wire.Close():
-                await manager.close(call.session_id, call.epoch, call.outcome, call.output_tokens)
+                await manager.close(call.session_id, call.epoch, call.outcome, call.output_tokens, call.ended)
             case wire.Lost():
                 await manager.lost(call.replica_id, call.gone)
         return wire.Told(number)

@@ -44,6 +44,7 @@ class Close(Message, frozen=True):
     epoch: int
     outcome: str
     output_tokens: int | None
+    ended: bool
 
 
 class Lost(Message, frozen=True):

@@ -103,17 +103,20 @@ class SessionManager:
         if self._allocator.prefill_done(session_id, epoch, self._clock()):
             self._tell()
 
-    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
+    async def close(
+        self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None, ended: bool = False
+    ) -> None:
         """The session is over; idempotent. Call it when the replicas' calls ended: their blocks are free.
 
         `epoch` 0 closes whichever is open, for good: that of a caller who left before it learnt of its placement.
         Calls may overtake each other, so its opening may still be on the way. `output_tokens`: what the answer came to.
+        `ended`: its owner has answered, so that nothing of it is held there, whatever the newest report says.
         """
         now_s = self._clock()
         if not epoch:
             closed = self._allocator.leave(session_id, now_s)
         else:
-            closed = int(self._allocator.close(session_id, epoch, outcome, now_s, output_tokens))
+            closed = int(self._allocator.close(session_id, epoch, outcome, now_s, output_tokens, ended))
         self._count(outcome, closed)
         self._tell()
 

@@ -108,12 +108,14 @@ class StandIn:
             own[epoch] = replace(own[epoch], prefilling=False)
         await self._tell("prefill_done", session_id, epoch)
 
-    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
+    async def close(
+        self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None, ended: bool = False
+    ) -> None:
         own = self._own.get(session_id, {})
         own.pop(epoch, None)
         if not epoch or not own:
             self._own.pop(session_id, None)
-        await self._tell("close", session_id, epoch, outcome, output_tokens)
+        await self._tell("close", session_id, epoch, outcome, output_tokens, ended)
 
     async def lost(self, replica_id: str, gone: bool = False) -> None:
         await self._tell("lost", replica_id, gone)

@@ -206,12 +206,23 @@ class Allocator:
                 self.breakers.succeeded(promise.placement.prefiller.replica_id)
         return is_news
 
-    def close(self, session_id: str, epoch: int, outcome: str, now_s: float, output_tokens: int | None = None) -> bool:
-        """The session is over; idempotent. True when that was news. `output_tokens`: what an answer came to."""
+    def close(
+        self,
+        session_id: str,
+        epoch: int,
+        outcome: str,
+        now_s: float,
+        output_tokens: int | None = None,
+        ended: bool = False,
+    ) -> bool:
+        """The session is over; idempotent. True when that was news. `output_tokens`: what an answer came to.
+
+        `ended`: see `Fleet.release`.
+        """
         if self.breakers and outcome in ENDED_WELL:
             for promise in self.fleet.promises_of(session_id):
                 self.breakers.succeeded(promise.placement.owner.replica_id)
-        if not self.fleet.release(session_id, epoch, now_s):
+        if not self.fleet.release(session_id, epoch, now_s, ended):
             return False
         if session_id not in self.room and not self.fleet.promises_of(session_id):
             session = self._sessions.pop(session_id, None)

@@ -27,7 +27,13 @@ class Allocating(Protocol):
     def next_deadline_s(self) -> float | None: ...
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> object: ...
     def close(
-        self, session_id: str, epoch: int, outcome: str, now_s: float, output_tokens: int | None = None
+        self,
+        session_id: str,
+        epoch: int,
+        outcome: str,
+        now_s: float,
+        output_tokens: int | None = None,
+        ended: bool = False,
     ) -> object: ...
     def report(self, snapshot: ReplicaSnapshot, now_s: float) -> object: ...
     def sweep(self, now_s: float) -> object: ...
@@ -56,7 +62,7 @@ class Manager:
         self._poll()
 
     def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int) -> None:
-        self.allocator.close(session_id, epoch, outcome, self._calendar.now_s, output_tokens=output_tokens)
+        self.allocator.close(session_id, epoch, outcome, self._calendar.now_s, output_tokens, ended=True)
         self._poll()
 
     def report(self, snapshots: Iterable[ReplicaSnapshot]) -> None:

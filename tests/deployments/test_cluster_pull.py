@@ -53,6 +53,7 @@ class Replica:
     called: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
     task: SessionTask | None = None
 
     def __post_init__(self) -> None:
@@ -63,18 +64,26 @@ class Replica:
         assert await self.sender.connect(task.reply_to)
         self.task = task
         self.requests.append(MsgpackDecoder(EngineCoreRequest).decode(list(task.request)))
+        self.finished.clear()
         self.called.set()
+        ways = [asyncio.ensure_future(event.wait()) for event in (self.lost, self.finished)]
         try:
-            await self.lost.wait()
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.ended.set()
-        raise ReplicaLost("its engine died")
+            for way in ways:
+                way.cancel()
+        if self.lost.is_set():
+            raise ReplicaLost("its engine died")
+        return SessionReport(task.session_id, task.replica_id, "finished")
 
     def say(self, tokens: Sequence[int], finish: FinishReason | None = None, **fields: Any) -> None:
         assert self.task is not None
         output = EngineCoreOutput(self.task.request_id, list(tokens), finish_reason=finish, **fields)
         frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))
         assert self.sender.send(self.task.reply_to, [bytes(frame) for frame in frames])
+        if finish is not None and self.info.role is Role.DECODE:
+            self.finished.set()
 
 
 @dataclass
@@ -95,8 +104,10 @@ class Manager:
     async def prefill_done(self, session_id: str, epoch: int) -> None:
         self.told.append("prefill done")
 
-    async def close(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None) -> None:
-        self.told.append(outcome)
+    async def close(
+        self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None, ended: bool = False
+    ) -> None:
+        self.told.append(f"{outcome}, ended" if ended else outcome)
         self.closed.set()
 
     async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
@@ -182,7 +193,7 @@ async def test_prefill_comes_first_and_decode_gives_every_token(cluster: Cluster
     last = await cluster.next()
     assert (last.new_token_ids, last.finish_reason, last.stop_reason) == ([9], FinishReason.STOP, 9)
     await reached(cluster.manager.closed)
-    assert cluster.manager.told == ["prefill done", "stop"]
+    assert cluster.manager.told == ["prefill done", "stop, ended"]
     assert cluster.context.modes == {Mode.DISAGGREGATED}
 
 

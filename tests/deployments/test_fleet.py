@@ -122,6 +122,16 @@ def test_released_blocks_count_until_the_engine_has_freed_them(fleet: Fleet) -> 
     assert seen(fleet, "d0").free_blocks == 100
 
 
+def test_what_the_owner_has_ended_counts_no_more_though_its_report_is_yet_to_come(fleet: Fleet) -> None:
+    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.update(snapshot(D0, 2, used_blocks=5, sessions=("a",)), 0.1)
+    fleet.release("a", 1, 0.0, ended=True)
+    assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (95, 0)
+    fleet.update(snapshot(D0, 3), 0.2)
+    assert seen(fleet, "d0").free_blocks == 100
+    assert not fleet._promises
+
+
 def test_a_released_session_that_only_prefill_still_lists_holds_nothing_on_decode(fleet: Fleet) -> None:
     fleet.promise(split("a", 30), 160, 0.0)
     fleet.update(snapshot(P0, 2, used_blocks=10, sessions=("a",)), 0.1)
@@ -278,7 +288,7 @@ class Messages:
             case "done":
                 self.fleet.prefill_done(session, epoch, self.now_s)
             case "release":
-                self.fleet.release(session, epoch, self.now_s)
+                self.fleet.release(session, epoch, self.now_s, ended=name == "d0")
             case "report":
                 self.report(name, sessions=tuple(SESSIONS[: 3 * epoch]), used_blocks=epoch, running=epoch)
             case "finished":

@@ -358,7 +358,7 @@ async def test_an_answer_of_another_kind_is_no_answer(stage: Stage, monkeypatch:
         wire.Report(2, SNAPSHOT),
         wire.Heeded(2, ReportAnswer(Peers(9, (("tcp://h:1", "tcp://h:2"),)), True, True, ("s",))),
         wire.Viewed(3, ManagerView("life", (SNAPSHOT,))),
-        wire.Close(4, "s", 1, "finished", None),
+        wire.Close(4, "s", 1, "finished", None, True),
         wire.Rejected(5, Reject("why", 0.5, True, "queue_full")),
         wire.Shown(6, {"ready": True, "pools": {"a": {"age_s": 0.5, "phase": None}}}),
     ],

@@ -117,6 +117,7 @@ class _Share:
     held_tokens: int = 0
     backlog_tokens: int = 0
     work_s: float = 0.0
+    pending: int = 0
 
     def put(self, promise: Promise, now_s: float) -> None:
         """Enter a promise, or bring it up to date."""
@@ -180,6 +181,7 @@ class _Share:
         self.held_tokens += sign * reserved.held_tokens
         self.backlog_tokens += sign * reserved.prefill_tokens
         self.work_s += sign * reserved.prefill_s
+        self.pending += sign * reserved.pending
 
 
 class Fleet:
@@ -528,4 +530,5 @@ def _view(arrival: _Arrival, share: _Share, overcommit: float) -> ReplicaView:
         behind_s=0.0 if head_s is None else max(0.0, share.work_s - head_s),
         expected_blocks=max(share.expected_blocks, snapshot.used_blocks),
         held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
+        pending=share.pending,
     )

@@ -29,7 +29,7 @@ class ReplicaView(NamedTuple):
     `free_blocks`: neither used nor promised to anybody. `backlog_tokens`: prompt tokens it has yet to compute.
     `busy_until_s`: when that is predicted to end, `behind_s`: what of it stands behind the prompt in progress; it takes
     no less than that from now on. `expected_blocks`: what its sessions are expected to hold in the end, `held_tokens`
-    on the way.
+    on the way. `pending`: those of its sessions whose prompts another replica has yet to compute.
     """
 
     info: ReplicaInfo
@@ -40,6 +40,7 @@ class ReplicaView(NamedTuple):
     behind_s: float = 0.0
     expected_blocks: int = 0
     held_tokens: float = 0.0
+    pending: int = 0
 
 
 CHUNK_TOKENS = 2048

@@ -117,6 +117,7 @@ class Reservation(NamedTuple):
 
     `blocks`: the most that it may come to hold there; `expected_blocks`: at its end, `held_tokens`: on the way.
     `prefill_tokens`: of its prompt, that the replica has yet to compute; `prefill_s`: predicted seconds of that.
+    `pending`: 1 while another replica has yet to compute its prompt.
     """
 
     blocks: int = 0
@@ -124,10 +125,12 @@ class Reservation(NamedTuple):
     held_tokens: int = 0
     prefill_tokens: int = 0
     prefill_s: float = 0.0
+    pending: int = 0
 
     def prefilled(self) -> Reservation:
         """The same when the prompt is computed."""
-        return self._replace(prefill_tokens=0, prefill_s=0.0) if self.prefill_tokens else self
+        is_prefilled = not (self.prefill_tokens or self.pending)
+        return self if is_prefilled else self._replace(prefill_tokens=0, prefill_s=0.0, pending=0)
 
 
 NOTHING = Reservation()
@@ -305,7 +308,9 @@ class Placement:
         output, expected = int(self.forecast.output_tokens), self.reserved_blocks
         if output:  # else nobody predicted anything
             expected = min(expected, blocks_for(prompt_tokens + output, self.owner.block_size))
-        return Reservation(self.reserved_blocks, expected, prompt_tokens + output // 2, prefill_tokens, prefill_s)
+        pending = int(replica_id != self.prefiller.replica_id)
+        held_tokens = prompt_tokens + output // 2
+        return Reservation(self.reserved_blocks, expected, held_tokens, prefill_tokens, prefill_s, pending)
 
 
 @dataclass(frozen=True, slots=True)

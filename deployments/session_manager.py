@@ -238,6 +238,7 @@ class SessionManager:
             held_tokens=int(view.held_tokens),
             prefill_tokens=view.backlog_tokens,
             prefill_s=max(0.0, view.busy_until_s - now_s),
+            pending=view.pending,
         )
         return ReplicaSnapshot(
             info.replica_id, 1, Phase.READY, info, running=view.sessions, sessions=("",), reservations=(held,)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.fleet_view import Codes, Flags, Numbers
+from deployments.fleet_view import Codes, Columns, Flags, Numbers
 from deployments.messages import Role
 from deployments.policy.placement import Choice, Field, near_s
 
@@ -40,7 +40,7 @@ class Joint:
 
     def at_least(self, here: Field, role: Role, owners: Flags) -> float:
         """As if nothing stood before any of them, and the least loaded decoded fastest."""
-        weights, sessions, decode_s = here.settings.weights, here.columns(role)["sessions"], _decode_s(here, role)
+        weights, sessions, decode_s = here.settings.weights, _decoding(here.columns(role)), _decode_s(here, role)
         outlook = here.outlook(role)
 
         def cost_s(decode_s: Any, sessions: Any, prefill_s: Any) -> Any:
@@ -63,10 +63,10 @@ class Joint:
         return int(rows[_pick(here, cost_s, here.columns(Role.DECODE)["free_blocks"][rows])])
 
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
-        """Prefill beside the running requests makes every one of them wait for it."""
+        """Prefill beside running requests makes each of them wait for it, but those whose own is yet to be computed."""
         weights, columns = here.settings.weights, here.columns(role)
         cost_s = _decode_s(here, role) + _first_token_s(here, role)
-        cost_s = cost_s + weights.others * columns["sessions"] * here.outlook(role).prefill_s
+        cost_s = cost_s + weights.others * _decoding(columns) * here.outlook(role).prefill_s
         rows = np.flatnonzero(owners)
         at = _pick(here, cost_s[rows], columns["free_blocks"][rows])
         return Choice(int(rows[at]), None, float(cost_s[rows[at]]))
@@ -93,6 +93,12 @@ def _first_token_s(here: Field, role: Role) -> Numbers:
     if here.objectives[0] < np.inf:
         cost_s += weights.late * np.maximum(ttft_s - here.objectives[0], 0.0)
     return _pinned(here, role, cost_s)
+
+
+def _decoding(columns: Columns) -> Numbers:
+    """The sessions of each replica whose prompts are computed, or are its own to compute."""
+    sessions: Numbers = columns["sessions"] - columns["pending"]
+    return sessions
 
 
 def _decode_s(here: Field, role: Role) -> Numbers:

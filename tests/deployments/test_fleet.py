@@ -84,7 +84,7 @@ def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> N
     fleet.promise(split("a", 30), 100, 0.0)
     fleet.promise(split("b", 20), 100, 0.0)
     assert seen(fleet, "d0") == ReplicaView(
-        D0, free_blocks=50, sessions=2, backlog_tokens=0, expected_blocks=50, held_tokens=200.0
+        D0, free_blocks=50, sessions=2, backlog_tokens=0, expected_blocks=50, held_tokens=200.0, pending=2
     )
     fleet.update(snapshot(D0, 2, used_blocks=10, running=1, sessions=("a",)), 0.1)
     assert seen(fleet, "d0").free_blocks == 50
@@ -100,6 +100,16 @@ def test_a_prefill_replica_carries_the_prompt_until_the_prefill_is_done(fleet: F
     assert not fleet.prefill_done("a", 2, 0.0)
     assert seen(fleet, "p0") == ReplicaView(P0, free_blocks=100, sessions=0, backlog_tokens=0)
     assert seen(fleet, "d0").free_blocks == 70
+
+
+def test_decode_s_sessions_are_pending_until_their_prompts_are_computed_elsewhere(fleet: Fleet) -> None:
+    for session in ("a", "b"):
+        fleet.promise(split(session, 30), 160, 0.0)
+    assert (seen(fleet, "d0").sessions, seen(fleet, "d0").pending, seen(fleet, "p0").pending) == (2, 2, 0)
+    fleet.prefill_done("a", 1, 0.0)
+    assert (seen(fleet, "d0").sessions, seen(fleet, "d0").pending) == (2, 1)
+    fleet.release("b", 1, 0.0)
+    assert (seen(fleet, "d0").sessions, seen(fleet, "d0").pending) == (1, 0)
 
 
 def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Fleet) -> None:
@@ -146,7 +156,7 @@ def test_sessions_that_others_placed_count_with_all_that_they_were_promised() ->
     fleet.update(snapshot(D0, 41, used_blocks=7, running=1, sessions=("x", "y"), reservations=theirs), 0.0)
     fleet.promise(split("ours", 50), 16, 0.0)
     assert seen(fleet, "d0") == ReplicaView(
-        D0, free_blocks=5, sessions=3, backlog_tokens=0, expected_blocks=85, held_tokens=166.0
+        D0, free_blocks=5, sessions=3, backlog_tokens=0, expected_blocks=85, held_tokens=166.0, pending=1
     )
     fleet.update(snapshot(D0, 42, sessions=("y", "ours"), reservations=(theirs[1], NOTHING)), 0.1)
     assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (35, 2)
@@ -267,7 +277,7 @@ class Messages:
         log = self.logs[name]
         load |= {"finished": tuple(log[-3:]), "finished_version": len(log)}
         listed = load.get("sessions", ())
-        load["reservations"] = tuple(Reservation(10, 5, 100, 8, 0.5) for _ in listed)
+        load["reservations"] = tuple(Reservation(10, 5, 100, 8, 0.5, 1) for _ in listed)
         newest = self.fleet.snapshots().get(name)
         if newest is None or max(1, self.versions[name] - back) > newest.version:
             known = {key[0] for key, promise in self.fleet._promises.items() if name in promise.replica_ids}
@@ -308,9 +318,9 @@ class Messages:
                 by_hand[name].put(promise, 0.0)
         for name, share in by_hand.items():
             theirs = self.theirs[name]
-            share.put_theirs({each: Reservation(10, 5, 100, 8, 0.5) for each in theirs}, theirs, 0.0)
+            share.put_theirs({each: Reservation(10, 5, 100, 8, 0.5, 1) for each in theirs}, theirs, 0.0)
             kept = self.fleet._shares.get(name) or _Share(name)
-            for number in ("sessions", "blocks", "expected_blocks", "held_tokens", "backlog_tokens"):
+            for number in ("sessions", "pending", "blocks", "expected_blocks", "held_tokens", "backlog_tokens"):
                 assert getattr(kept, number) == getattr(share, number), (name, number)
             assert kept.work_s == pytest.approx(share.work_s)
         live = self.fleet.live(self.now_s)

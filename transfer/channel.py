@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -26,7 +28,7 @@ from transfer.prefill_side import Chunk, PrefillSide, Ready
 
 logger = logging.getLogger("baton.transfer")
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S, END_S = 5.0, 10.0
 ACTIVE_MS, WAITING_MS = 1, 50
 
 
@@ -158,12 +160,15 @@ class Channel:
         }
 
     def close(self) -> None:
-        """End the thread and release memory; idempotent."""
+        """End the thread and release memory; idempotent. A thread that does not end is given up and logged."""
         if self._closing:
             return
         self._closing = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=END_S)
+        if self._thread.is_alive() and (frame := sys._current_frames().get(self._thread.ident or 0)):
+            logger.error("the KV channel's thread did not end:\n%s", "".join(traceback.format_stack(frame)))
+            return  # the descriptor is still its own
         os.close(self._wake)
 
     def _do(self, command: Callable[[], None]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from transfer import channel as channel_module
 from transfer.control import FirstToken
 from transfer.token_sender import TokenSender
 
@@ -252,6 +255,25 @@ def test_a_closed_channel_takes_no_commands_and_closes_twice(prefill: Any) -> No
     prefill.channel.cancel(KEY, "late")
     prefill.channel.ended(KEY, "p", True)
     assert not prefill.channel.wait_quiet([KEY], 0.01)
+
+
+def test_a_thread_that_does_not_end_is_given_up_and_said_where_it_is(
+    prefill: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck, close = threading.Event(), prefill.channel._plane.close
+
+    def hang() -> None:
+        stuck.wait()
+        close()
+
+    monkeypatch.setattr(channel_module, "END_S", 0.05)
+    monkeypatch.setattr(prefill.channel._plane, "close", hang)
+    prefill.channel.close()
+    assert "did not end" in caplog.text
+    assert "in hang" in caplog.text
+    stuck.set()
+    prefill.channel._thread.join(10)
+    os.close(prefill.channel._wake)
 
 
 def test_replicas_meet_before_the_first_request_and_forget_who_is_gone(

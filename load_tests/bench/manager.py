@@ -49,7 +49,7 @@ from load_tests.machine import conditions
 
 SECRET = "a benchmark"
 BLOCK, BLOCKS = 16, 50_000
-SESSION_S, VIEW_S, SETTLE_S = 1.0, 1.0, 2.0
+SESSION_S, VIEW_S, SETTLE_S, PATIENCE_S = 1.0, 1.0, 2.0, 300.0
 PRIOR = (4e-3, 3e-5, 1e-9, 2e-5, 5e-9)
 THEIRS = tuple(f"theirs-{number}" for number in range(8))
 HELD = tuple(Reservation(20, 15, 200) for _ in THEIRS)
@@ -153,7 +153,9 @@ class _Process:
         self._pipe.close()
 
     def told(self) -> Any:
-        """What it says next. Raises EOFError when it has ended instead."""
+        """What it says next. Raises EOFError when it has ended instead, TimeoutError when it says nothing."""
+        if not self._pipe.poll(PATIENCE_S):
+            raise TimeoutError(f"{self._process.name} said nothing for {PATIENCE_S:g} s")
         return self._pipe.recv()
 
     def tell(self, message: Any) -> None:

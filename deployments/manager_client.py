@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from deployments import manager_wire as wire
 from deployments.errors import Unavailable
 from deployments.messages import Admit, ManagerView, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
 from transfer.seal import BadMessage, SealOf
-
-logger = logging.getLogger("baton.manager")
 
 T = TypeVar("T")
 
@@ -111,13 +108,11 @@ class ManagerClient:
         return _Connection(self._seal)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(wire.Connection):
     """One connection to one manager, never made again."""
 
-    _transport: asyncio.Transport
-
     def __init__(self, sealed: SealOf[wire.AnyMessage]) -> None:
-        self._seal, self._frames = sealed, wire.Frames()
+        super().__init__(sealed, "the session manager")
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[wire.Answer]] = {}
         self._is_leaving = self._is_over = False
@@ -134,10 +129,10 @@ class _Connection(asyncio.Protocol):
         answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         try:
-            self._send(call(number))
+            self.send(call(number))
             return await answer
         except asyncio.CancelledError:
-            self._send(wire.Cancel(number))
+            self.send(wire.Cancel(number))
             raise
         finally:
             del self._open[number]
@@ -145,29 +140,13 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         self._is_over = True
-        self._transport.close()
-
-    def _send(self, message: wire.AnyMessage) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(wire.framed(self._seal.pack(message)))
+        super().close()
 
     def _close_if_idle(self) -> None:
         if self._is_leaving and not self._open:
             self.close()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        wire.tune(transport)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for frame in self._frames.feed(data):
-                self._take(self._seal.unpack(frame))
-        except BadMessage as error:
-            logger.warning("the session manager was hung up on: %s", error)
-            self.close()
-
-    def _take(self, message: wire.AnyMessage) -> None:
+    def take(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Leaving):
             self._is_leaving = True
             self._close_if_idle()

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from typing import cast
 
 from deployments import manager_wire as wire
 from deployments.messages import Admit
 from deployments.session_manager import SessionManager
 from transfer.seal import BadMessage, SealOf
-
-logger = logging.getLogger("baton.manager")
 
 LAST_ANSWERS_S = 5.0
 """So long callers of a manager that leaves have to hang up; the longest call that they wait for is a view, a second."""
@@ -97,29 +93,19 @@ class ManagerServer:
         return wire.Told(number)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(wire.Connection):
     """One caller. When it is gone, so are its calls: nobody would learn of their answers."""
 
-    _transport: asyncio.Transport
-
     def __init__(self, server: ManagerServer, sealed: SealOf[wire.AnyMessage]) -> None:
-        self._server, self._seal, self._frames = server, sealed, wire.Frames()
+        super().__init__(sealed, "a caller of the session manager")
+        self._server = server
         self.calls: dict[int, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        wire.tune(transport)
+        super().connection_made(transport)
         self._server.joined(self)
 
-    def data_received(self, data: bytes) -> None:
-        try:
-            for frame in self._frames.feed(data):
-                self._take(self._seal.unpack(frame))
-        except BadMessage as error:
-            logger.warning("a caller of the session manager was cut off: %s", error)
-            self.close()
-
-    def _take(self, message: wire.AnyMessage) -> None:
+    def take(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Cancel):
             if (task := self.calls.get(message.number)) is not None:
                 task.cancel()
@@ -136,13 +122,6 @@ class _Connection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - it is the caller's to hear of
             answer = wire.Failed(call.number, f"{type(error).__name__}: {error}")
         self.send(answer)
-
-    def send(self, message: wire.AnyMessage) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(wire.framed(self._seal.pack(message)))
-
-    def close(self) -> None:
-        self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.left(self)

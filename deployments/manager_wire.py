@@ -7,14 +7,17 @@ answer repeats; numbers are the connection's own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from deployments.messages import ManagerView, Placement, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
 from transfer.seal import BadMessage, SealOf
+
+logger = logging.getLogger("baton.manager")
 
 MAX_BYTES = 64 * 1024 * 1024
 """Of a message. The largest is a view of the whole fleet, or a replica's whole prefix cache: ten bytes a block."""
@@ -153,7 +156,42 @@ class Frames:
             del self._bytes[:at]
 
 
-def tune(transport: asyncio.BaseTransport) -> None:
+class Connection(asyncio.Protocol):
+    """One end of a connection: sealed messages to bytes and back. Who says what it may not is cut off."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, sealed: SealOf[AnyMessage], peer: str) -> None:
+        """`peer`: who is at the other end, for the log."""
+        self._seal, self._frames, self._peer = sealed, Frames(), peer
+
+    def take(self, message: AnyMessage) -> None:
+        """A message has come. Raises BadMessage when the other side does not say such things."""
+        raise NotImplementedError
+
+    def send(self, message: AnyMessage) -> None:
+        """Send it, unless the connection is closing."""
+        if not self._transport.is_closing():
+            self._transport.write(framed(self._seal.pack(message)))
+
+    def close(self) -> None:
+        """Close it when everything is sent; idempotent."""
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        _tune(transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._frames.feed(data):
+                self.take(self._seal.unpack(frame))
+        except BadMessage as error:
+            logger.warning("%s was cut off: %s", self._peer, error)
+            self.close()
+
+
+def _tune(transport: asyncio.BaseTransport) -> None:
     """Small messages at once, and a host that is gone found out."""
     connection = transport.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, PlacementConfig, PoolConfig
 from deployments import manager_client, manager_server
 from deployments import manager_wire as wire
 from deployments.errors import Unavailable
@@ -38,10 +37,10 @@ from deployments.messages import (
     StepSample,
 )
 from deployments.session_manager import SessionManager
+from tests.deployments.test_session_manager import BLOCK, config
 from transfer.seal import BadMessage
 
 SECRET = "a secret of the tests"
-BLOCK = 16
 INFO = ReplicaInfo("p0", "prefill", Role.PREFILL, "node", "engine", BLOCK, 100, 8, 2048, ("tcp://h:1",), 256, 4096)
 DECODE = replace(INFO, replica_id="d0", pool="decode-small", role=Role.DECODE, total_blocks=20)
 SNAPSHOT = ReplicaSnapshot(
@@ -77,16 +76,6 @@ REQUEST = SessionRequest(
     5,
     True,
 )
-
-
-def config(**placement: Any) -> BatonConfig:
-    pool = PoolConfig(engine=MockEngineConfig(block_size=BLOCK))
-    return BatonConfig(
-        prefill=pool,
-        decode={"small": pool},
-        channel=ChannelConfig(kind="in_process", handoff_timeout_s=7.0),
-        placement=PlacementConfig(session_timeout_s=70.0, **placement),
-    )
 
 
 @dataclass

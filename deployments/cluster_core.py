@@ -10,7 +10,6 @@ One of the seven files that import vllm.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import time
@@ -44,14 +43,12 @@ from deployments.manager_port import Manager
 from deployments.messages import (
     MANAGER_LEAVES,
     MOVED,
-    Admit,
     Handoff,
     Mode,
     Placement,
     Reject,
     Role,
     SessionReport,
-    SessionRequest,
     SessionTask,
 )
 from deployments.policy.retry_budget import RETRY_BUDGET
@@ -69,6 +66,7 @@ from deployments.session import (
     StartDecode,
     State,
 )
+from deployments.waiting import set_within, unless
 from deployments.wire import OutputReceiver
 
 logger = logging.getLogger("baton.core")
@@ -276,7 +274,7 @@ class ClusterCore(EngineCoreClient):
             raise type(attempt.lost)(f"{attempt.lost}{why}")
         await self._end(attempt)
         if entry.lost > 1:
-            await _over_within(entry.now, min(PAUSE_S * 2.0 ** (entry.lost - 2), LONGEST_PAUSE_S))
+            await set_within(entry.now.over, min(PAUSE_S * 2.0 ** (entry.lost - 2), LONGEST_PAUSE_S))
         return True
 
     def _why_final(self, attempt: _Attempt) -> str | None:
@@ -318,10 +316,10 @@ class ClusterCore(EngineCoreClient):
         progressed = attempt.number > 1 and entry.attempts[-2].progressed
         request = replace(asked, leaving=attempt.leaving, progressed=progressed)
         give_up_s = time.monotonic() + BUDGET_WAIT_S
-        while isinstance(decision := await self._open_or_over(attempt, request), Reject):
+        while isinstance(decision := await unless(attempt.over, self._manager.open(request)), Reject):
             if decision.code not in (RETRY_BUDGET, MANAGER_LEAVES) or time.monotonic() > give_up_s:
                 raise _refusal(decision)
-            await _over_within(attempt, decision.retry_after_s or PAUSE_S)
+            await set_within(attempt.over, decision.retry_after_s or PAUSE_S)
         if decision is None:
             return None
         attempt.placement = decision.placement
@@ -329,17 +327,6 @@ class ClusterCore(EngineCoreClient):
             entry.context.modes.add(decision.placement.mode)
             entry.context.rules.update({request.rule} - {""})
         return decision.placement if attempt.session.state is State.OPENING else None
-
-    async def _open_or_over(self, attempt: _Attempt, request: SessionRequest) -> Admit | Reject | None:
-        """The manager's answer; None when the session was over before it came."""
-        opening = asyncio.ensure_future(self._manager.open(request))
-        over = asyncio.ensure_future(attempt.over.wait())
-        try:
-            await asyncio.wait({opening, over}, return_when=asyncio.FIRST_COMPLETED)
-            return opening.result() if opening.done() else None
-        finally:
-            for waiting in (opening, over):
-                waiting.cancel()
 
     def _begin(self, attempt: _Attempt, placement: Placement) -> None:
         """Where decode pulls, prefill alone: its output starts decode.
@@ -425,7 +412,7 @@ class ClusterCore(EngineCoreClient):
 
     async def _await_last_outputs(self, attempt: _Attempt) -> None:
         """The call's answer and the last outputs travel apart."""
-        await _over_within(attempt, OUTPUT_GRACE_S)
+        await set_within(attempt.over, OUTPUT_GRACE_S)
         self._apply(attempt, attempt.session.lost(ReplicaLost("the last outputs did not arrive")))
 
     async def _watch(self) -> None:
@@ -576,13 +563,6 @@ class ClusterCore(EngineCoreClient):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s ended: %r", task.get_name(), error, exc_info=error)
-
-
-async def _over_within(attempt: _Attempt, seconds: float) -> None:
-    """Wait until an attempt is over, so long at most."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await attempt.over.wait()
 
 
 def _delivered(output: EngineCoreOutput, finish: bool) -> EngineCoreOutput:

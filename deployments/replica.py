@@ -32,6 +32,7 @@ from deployments.messages import (
     SessionTask,
     StepSample,
 )
+from deployments.waiting import set_within
 from deployments.wire import OutputSender
 
 logger = logging.getLogger("baton.replica")
@@ -293,8 +294,8 @@ class Replica:
                 logger.warning("the session manager did not take a snapshot: %r", error)
             interval_s = self._config.snapshot_interval_s
             await asyncio.sleep(interval_s)
-            await _set_within(self._urgent, self._interval_s - interval_s)
-            await _set_within(self._changed, HEARTBEAT_S - max(0.0, self._interval_s - interval_s))
+            await set_within(self._urgent, self._interval_s - interval_s)
+            await set_within(self._changed, HEARTBEAT_S - max(0.0, self._interval_s - interval_s))
 
     def _heed(self, answer: ReportAnswer, has_info: bool) -> None:
         self._resync, self._interval_s = answer.resync, answer.interval_s
@@ -424,10 +425,3 @@ class Replica:
             _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)
         await self._engine.shutdown()
         self._sender.close()
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, so long at most."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()

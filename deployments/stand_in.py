@@ -18,7 +18,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from operator import add, sub
-from typing import Any, TypeVar
+from typing import Any
 
 from configs.schema import BatonConfig
 from deployments.errors import Unavailable
@@ -26,6 +26,7 @@ from deployments.fleet import Promise
 from deployments.manager_port import WholeManager
 from deployments.messages import Admit, ManagerView, Reject, ReplicaSnapshot, Reservation, SessionRequest
 from deployments.session_manager import SessionManager
+from deployments.waiting import set_within, unless
 
 logger = logging.getLogger("baton.stand_in")
 
@@ -37,8 +38,6 @@ TURNS = 8
 """So often at most one request goes from the manager to the stand-in, or back."""
 UNTOLD = 1024
 """What a manager that does not die, but does not answer, has yet to be told; the oldest is forgotten."""
-
-T = TypeVar("T")
 
 
 class StandIn:
@@ -83,7 +82,7 @@ class StandIn:
                     return decision
             except Unavailable as error:  # its death is told by the view that does not come
                 why = error
-                await _within(AGAIN_S, self._turned)
+                await set_within(self._turned, AGAIN_S)
         raise why
 
     async def _ask(self, request: SessionRequest) -> Admit | Reject | None:
@@ -91,7 +90,7 @@ class StandIn:
         is_away = self._is_away
         if is_away:
             self._check_view()
-        decision = await self._unless_turned((self._acting if is_away else self._manager).open(request))
+        decision = await unless(self._turned, (self._acting if is_away else self._manager).open(request))
         if decision is None and not is_away:  # it may have placed the session all the same
             self._untold.append(("close", (request.session_id, request.least_epoch, "abandoned")))
         if isinstance(decision, Admit):
@@ -140,19 +139,9 @@ class StandIn:
             await getattr(self._acting, name)(*said)
         else:
             with contextlib.suppress(Unavailable):
-                if await self._unless_turned(_done(getattr(self._manager, name)(*said))):
+                if await unless(self._turned, _done(getattr(self._manager, name)(*said))):
                     return
         self._untold.append((name, said))
-
-    async def _unless_turned(self, call: Coroutine[Any, Any, T]) -> T | None:
-        """What a call answers; None when the manager has gone, or come back, before."""
-        asked, turned = asyncio.ensure_future(call), asyncio.ensure_future(self._turned.wait())
-        try:
-            await asyncio.wait({asked, turned}, return_when=asyncio.FIRST_COMPLETED)
-            return asked.result() if asked.done() else None
-        finally:
-            for waiting in (asked, turned):
-                waiting.cancel()
 
     # ---- the manager comes and goes
 
@@ -234,13 +223,6 @@ class StandIn:
 async def _done(call: Coroutine[Any, Any, None]) -> bool:
     await call
     return True
-
-
-async def _within(seconds: float, event: asyncio.Event) -> None:
-    """Wait for an event, so long at most."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
 
 
 def _ended(following: asyncio.Task[None]) -> None:

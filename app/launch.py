@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 import yaml
 
-from app.haproxy import haproxy_environment
+from app.haproxy import claim_ports, haproxy_environment
 from app.launch_config import (
     LaunchError,
     base_url,
@@ -33,7 +34,7 @@ from app.launch_config import (
     stop_limit_s,
     with_model,
 )
-from app.local_ray import LOOPBACK_ONLY, LocalRay, free_port, is_loopback, port_answers, port_is_free
+from app.local_ray import LOOPBACK_ONLY, LocalRay, is_loopback, port_answers, port_is_free
 from app.serve_api import Progress, ServeApi, ServeApiError, progress
 from configs.schema import BatonConfig
 
@@ -54,6 +55,7 @@ class Launcher:
         self._ray: LocalRay | None = None
         self._deployed: dict[str, Any] | None = None
         self._shown: Progress | None = None
+        self._exit = contextlib.ExitStack()
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -88,6 +90,7 @@ class Launcher:
             self._say("killing what is left")
             if self._ray is not None:
                 self._ray.kill()
+        self._exit.close()
         if self._deployed is not None or self._ray is not None:
             self._say("stopped")
 
@@ -102,8 +105,8 @@ class Launcher:
                     f"{ports.host}:{ports.gcs} is taken, but {self._dashboard_url} is no Ray dashboard: "
                     "set DASHBOARD_PORT for that cluster, or RAY_PORT for one of our own"
                 )
-            if self._options.haproxy:
-                raise LaunchError("HAPROXY is for a Ray of our own: where Ray runs, set RAY_SERVE_ENABLE_HA_PROXY=1")
+            if self._options.proxy:
+                raise LaunchError("PROXY is for a Ray of our own: where Ray is started, set RAY_SERVE_ENABLE_HA_PROXY")
             self._say(f"using the Ray cluster at {ports.host}:{ports.gcs}")
             return False
         if not port_is_free(ports.host, ports.gcs):
@@ -117,12 +120,14 @@ class Launcher:
         self._say(f"starting Ray at {self._ports.host}:{self._ports.gcs}")
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
-        if self._options.haproxy:
-            host, script = self._ports.host, _RUN_DIR / f"{os.getpid()}-haproxy"
+        if self._options.proxy != "serve":
+            folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="baton-"))
             try:
-                environment |= haproxy_environment(host, (free_port(host), free_port(host)), script)
-            except FileNotFoundError as error:
-                raise LaunchError(f"no HAProxy: {error}") from error
+                claim, ports = claim_ports()
+                self._exit.enter_context(claim)
+                environment |= haproxy_environment(self._ports.host, ports, Path(folder))
+            except OSError as error:
+                raise LaunchError(f"no HAProxy: {error}; `make serve PROXY=serve` does without") from error
         deadline = time.monotonic() + _RAY_START_TIMEOUT_S
         for number in range(1, _RAY_STARTS + 1):
             log = _RUN_DIR / f"{os.getpid()}-ray-{number}.log"
@@ -255,7 +260,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ray-address", help="host:port of a running cluster; default: one of our own")
     parser.add_argument("--ray-port", type=int, default=6379)
     parser.add_argument("--dashboard-port", type=int, default=8265)
-    parser.add_argument("--haproxy", action="store_true", help="HAProxy in place of Serve's proxy, in a Ray of our own")
+    parser.add_argument(
+        "--proxy",
+        choices=("haproxy", "serve"),
+        help="between clients and ingresses, in a Ray of our own: HAProxy (default) or Serve's own proxy in Python",
+    )
     parser.add_argument("--num-cpus", type=int, help="logical CPUs of our own Ray; default: what is needed")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="the longest until ready")
     return parser.parse_args(arguments)

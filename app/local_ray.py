@@ -18,7 +18,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 5.0
-_RAY_WORKER_PORTS = range(10002, 20000)  # `ray start`'s defaults
+_GIVEN_TO_NOBODY = range(20_000, 22_000)  # above those of Ray's workers, below those of ingresses (`app/haproxy.py`)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -181,10 +181,9 @@ def _reap() -> None:
 def free_port(host: str) -> int:
     """A port of `host` that was free a moment ago, and that nobody takes who does not ask for it by its number.
 
-    A port that the system chooses it may choose again for any process before it is listened on, minutes later; so does
-    Ray with those of its workers.
+    A port that the system chooses it may choose again for any process before it is listened on, minutes later.
     """
-    ports = range(_RAY_WORKER_PORTS.stop, _chosen_by_the_system().start)
+    ports = range(_GIVEN_TO_NOBODY.start, min(_GIVEN_TO_NOBODY.stop, _chosen_by_the_system().start))
     for port in random.sample(ports, len(ports)):
         if port_is_free(host, port):
             return port

@@ -7,8 +7,8 @@ arrival of every token; `python -m load_tests.plots FILES` draws them.
 **Who.** `baton`: `configs/cpu-1p1d.yaml` with the default placement, or `--config`. `vllm`: two `vllm serve`, each
 prefilling and decoding, prompts in chunks of vLLM's default size; the client sends to them in turn, which costs them
 no balancer. `rayllm`: Ray Serve LLM's `build_pd_openai_app` with vLLM's `NixlConnector`, one prefill and one decode
-engine, as shipped. By `--peers` also `vllm_chunk256`: as `vllm`, with chunks as small as Baton's; `baton_haproxy`:
-Baton with HAProxy in place of Serve's HTTP proxy (`make serve HAPROXY=1`). Each has two engines with the same model,
+engine, as shipped. By `--peers` also `vllm_chunk256`: as `vllm`, with chunks as small as Baton's; `baton_serve_proxy`:
+Baton with Serve's HTTP proxy in place of HAProxy (`make serve PROXY=serve`). Each has two engines with the same model,
 dtype, KV memory, block size, limits of sequences and length, and thread settings, and every engine has one core of its
 own; frontends, proxies and this client share both cores. On CPU Ray Serve LLM always takes the executor `mp`, which is
 one process more an engine; both of an engine's processes have the same core. Peers run one at a time, all of them in

@@ -52,8 +52,8 @@ def _starlette(group: Group, double: Double, directory: Path) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _baton_haproxy(group: Group, double: Double, directory: Path) -> str:
-    return _baton(group, double, directory, "--haproxy")
+def _baton_serve_proxy(group: Group, double: Double, directory: Path) -> str:
+    return _baton(group, double, directory, "--proxy=serve")
 
 
 def _baton(group: Group, double: Double, directory: Path, *more: str) -> str:
@@ -123,7 +123,7 @@ def _rayllm(group: Group, double: Double, directory: Path) -> str:
 
 DOUBLES: dict[str, Callable[[Group, Double, Path], str]] = {
     "baton": _baton,
-    "baton_haproxy": _baton_haproxy,
+    "baton_serve_proxy": _baton_serve_proxy,
     "starlette": _starlette,
     "rayllm": _rayllm,
     "vllm": _vllm,

@@ -58,9 +58,9 @@ def _baton(group: Group, settings: Settings, directory: Path) -> list[str]:
     return [run_baton(group, settings.serve, directory)]
 
 
-def _baton_haproxy(group: Group, settings: Settings, directory: Path) -> list[str]:
-    """Baton as `make serve HAPROXY=1` starts it."""
-    return [run_baton(group, settings.serve, directory, "--haproxy")]
+def _baton_serve_proxy(group: Group, settings: Settings, directory: Path) -> list[str]:
+    """Baton as `make serve PROXY=serve` starts it."""
+    return [run_baton(group, settings.serve, directory, "--proxy=serve")]
 
 
 def run_baton(group: Group, serve: Mapping[str, Any], directory: Path, *more: str) -> str:
@@ -128,7 +128,7 @@ def run_on_ray(group: Group, serve: Mapping[str, Any], directory: Path) -> str:
 
 PEERS: dict[str, Callable[[Group, Settings, Path], list[str]]] = {
     "baton": _baton,
-    "baton_haproxy": _baton_haproxy,
+    "baton_serve_proxy": _baton_serve_proxy,
     "vllm": _vllm,
     "rayllm": _rayllm,
     "vllm_chunk256": _vllm_chunk256,

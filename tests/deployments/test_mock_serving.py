@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,9 +16,11 @@ from deployments.model import DEFAULT_CACHE_DIR, resolve
 from load_tests import vllm_bench
 from tests.e2e import cluster as clusters
 from tests.e2e.client import Load, answer_to, events, until
-from tests.e2e.cluster import Cluster, total
+from tests.e2e.cluster import Cluster, processes, total
+from tests.e2e.proxied import is_served
 
 DRAIN_S, BACK_WITHIN_S = 30.0, 300.0
+LOOPBACK, EVERYWHERE = "0100007F", "00000000"  # as /proc writes addresses
 PROMPT_TOKENS, ANSWER_TOKENS, BLOCK = 40, 400, 16
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
@@ -73,6 +78,29 @@ async def test_many_at_once_leave_nothing(mock: Cluster) -> None:
     assert total(status, "decode", "preemptions") == 0
     assert total(status, "decode", "handoffs_received") >= 100
     assert total(status, "decode", "open_receiving") == total(status, "prefill", "open_writing") == 0
+
+
+def haproxy(cluster: Cluster) -> list[int]:
+    return [pid for pid, line in processes(cluster.marker).items() if "/haproxy" in line.partition(" ")[0]]
+
+
+async def test_clients_come_through_haproxy_and_nothing_of_it_listens_beyond_loopback(mock: Cluster) -> None:
+    assert haproxy(mock), "it runs"
+    assert {address for pid in haproxy(mock) for address in listening(pid)} == {LOOPBACK}
+    title = f"ray::ServeReplica:{clusters.NAME}:ingress"
+    (ingress,) = [pid for pid, line in processes(mock.marker).items() if line.startswith(title)]
+    assert EVERYWHERE not in listening(ingress), "nor does what it sends requests to"
+    await is_served(mock)
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses at which a process listens for TCP, as /proc has them."""
+    files = Path(f"/proc/{pid}/fd")
+    sockets = {os.readlink(file) for file in files.iterdir()}  # noqa: PTH115 - a socket is no path
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
 def questions(max_tokens: int) -> list[dict[str, Any]]:
@@ -220,6 +248,26 @@ async def test_the_sessions_of_an_ingress_that_is_killed_are_ended(mock: Cluster
         assert status["sessions"]["closed"]["orphaned"] == 4
         assert mock.used_blocks() == 0
         assert await stream(http, 300) == (200, ANSWER_TOKENS, "length")
+
+
+async def test_haproxy_is_killed_and_serves_again(mock: Cluster) -> None:
+    """What streams through it breaks off and is ended; whoever asks next is served by another one."""
+    async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
+        running = asyncio.create_task(stream(client, 400, tokens=1900))
+        await until(lambda: mock.status()["sessions"]["open"] == 1, BACK_WITHIN_S, "it is being answered")
+        killed = haproxy(mock)
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            await running
+        async with asyncio.timeout(BACK_WITHIN_S):
+            while not (await body(client, "/ready")).get("ready"):
+                await asyncio.sleep(0.2)
+        assert haproxy(mock)
+        assert not set(haproxy(mock)) & set(killed)
+        assert await stream(client, 500) == (200, ANSWER_TOKENS, "length")
+    await asyncio.to_thread(mock.settled)
+    assert mock.used_blocks() == 0
 
 
 async def test_ctrl_c_lets_answers_end(mock: Cluster) -> None:

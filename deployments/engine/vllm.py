@@ -170,6 +170,11 @@ class VllmEngine:
             **config.engine_args,
         )
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if self._role is Role.DECODE and "long_prefill_token_threshold" not in config.engine_args:
+            scheduler = vllm_config.scheduler_config
+            scheduler.long_prefill_token_threshold = _share_of_a_prompt(
+                scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            )
         return AsyncMPClient(vllm_config, Executor.get_class(vllm_config), log_stats=True)
 
     def _facts(self) -> dict[str, str]:
@@ -279,6 +284,15 @@ COUNTERS = (
     "generated_tokens",
     "preemptions",
 )
+
+
+def _share_of_a_prompt(step_tokens: int, sequences: int) -> int:
+    """Tokens of one prompt that a step of a decode engine takes while there are other requests, at least 1.
+
+    vLLM gives a step to what runs before it looks at what waits, and a prompt that is computed there runs: without a
+    limit, sessions whose KV cache has arrived, and short prompts, waited until the whole of it was computed.
+    """
+    return max((step_tokens - sequences) // 2, 1)
 
 
 def _kv_bytes_per_token(config: VllmConfig) -> int:

@@ -121,6 +121,24 @@ async def test_any_block_size_and_chunk(model: Path, block_size: int, chunk: int
         await check(engines, [1, 15, 16, 17, 255, 256, 300], block_size)
 
 
+async def test_a_long_prompt_on_decode_leaves_room_for_others(model: Path) -> None:
+    """Whose KV cache arrives meanwhile, and who is short, is answered first."""
+    over = list[str]()
+
+    async def note(name: str, answer: Awaitable[object]) -> None:
+        await answer
+        over.append(name)
+
+    async with cluster(model, pool(), pool()) as engines, asyncio.TaskGroup() as group:
+        for _ in range(3):  # the first may be slow for reasons of its own
+            over.clear()
+            long = asyncio.create_task(note("long", engines.alone(prompt(1000), max_tokens=2)))
+            split = await engines.ask(prompt(20), max_tokens=2)
+            short = group.create_task(note("short", engines.alone(prompt(20), max_tokens=2)))
+            await asyncio.gather(long, short, note("split", split.over()))
+        assert over[-1] == "long"
+
+
 @pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's fp8 KV on CPU needs AVX-512")
 async def test_fp8_kv_when_both_sides_have_it(model: Path) -> None:
     shape = pool(engine_args={"kv_cache_dtype": "fp8"})

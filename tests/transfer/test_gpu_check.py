@@ -92,9 +92,11 @@ def test_everything_but_the_connector_imports_without_vllm_and_ray() -> None:
         if path.name not in ("__init__.py", "connector.py", "answered.py", "partial_blocks.py")
     ]
     assert "transfer.check.run" in modules
-    program = f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED}))\nimport {', '.join(modules)}\n"
+    # Ten seconds as a rule; once over a hundred, and nobody could say where they went.
+    where = f"import faulthandler\nfaulthandler.dump_traceback_later({2 * WAIT_S}, exit=True)\n"
+    program = f"{where}import sys\nsys.modules.update(dict.fromkeys({BLOCKED}))\nimport {', '.join(modules)}\n"
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=2.5 * WAIT_S
     )
     assert ended.returncode == 0, ended.stderr
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -108,7 +108,7 @@ class VllmEngine:
             max_sessions=int(vllm_config.scheduler_config.max_num_seqs),
             max_model_len=int(vllm_config.model_config.max_model_len),
             endpoints=tuple(await self._endpoints()),
-            chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+            chunk_tokens=_chunk_tokens(vllm_config.scheduler_config),
             kv_bytes_per_token=_kv_bytes_per_token(vllm_config),
             prior=_prior(vllm_config, self._device),
         )
@@ -293,6 +293,11 @@ def _share_of_a_prompt(step_tokens: int, sequences: int) -> int:
     limit, sessions whose KV cache has arrived, and short prompts, waited until the whole of it was computed.
     """
     return max((step_tokens - sequences) // 2, 1)
+
+
+def _chunk_tokens(scheduler: SchedulerConfig) -> int:
+    """Tokens of one prompt that a step takes beside others."""
+    return int(min(scheduler.long_prefill_token_threshold or math.inf, scheduler.max_num_batched_tokens))
 
 
 def _kv_bytes_per_token(config: VllmConfig) -> int:

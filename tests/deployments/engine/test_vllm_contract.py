@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.config import KVEventsConfig, ModelConfig, VllmConfig
+from vllm.config import KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -268,6 +268,8 @@ def test_what_the_engine_uses() -> None:
     ours |= {"enable_prefix_caching", "worker_extension_cls", "kv_transfer_config", "distributed_executor_backend"}
     ours |= {"kv_cache_memory_bytes", "max_num_batched_tokens", "quantization", "gpu_memory_utilization"}
     assert ours <= set(taken)
+    assert "long_prefill_token_threshold" in parameters(SchedulerConfig)
+    assert "self.scheduler_config.long_prefill_token_threshold" in inspect.getsource(Scheduler.schedule)
     assert parameters(AsyncMPClient)[:3] == ["vllm_config", "executor_class", "log_stats"]
     calls = ("add_request_async", "abort_requests_async", "get_output_async", "collective_rpc_async", "shutdown")
     assert all(hasattr(AsyncMPClient, call) for call in calls)

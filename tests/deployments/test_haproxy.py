@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -80,3 +81,9 @@ def test_no_two_have_a_port_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
             claim_ports()
     again, _ = claim_ports()
     again.close()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 32_602))
+        taken.listen()
+        third, ports = claim_ports()
+        third.close()
+    assert ports.start == 32_611, "of the other block somebody else has one that HAProxy needs"

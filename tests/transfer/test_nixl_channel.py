@@ -45,7 +45,7 @@ class Remote:
         return json.loads(self.answers.get(timeout=WAIT_S))
 
     def wait(self, kind: str, session: str) -> Any:
-        """Wait for a result of a session, and fail at once when the channel dies."""
+        """Wait for a result of a session, and fail at once when the channel dies, or what should arrive is broken."""
         deadline = time.monotonic() + WAIT_S
         while session not in self.seen[kind]:
             assert time.monotonic() < deadline, f"{session} was never {kind}: {self.call('counters')}"
@@ -54,6 +54,7 @@ class Remote:
             self.seen["received"] |= results["received"]
             self.seen["broken"] |= results["broken"]
             self.seen["released"] |= dict.fromkeys(results["released"], True)
+            assert kind != "received" or session not in self.seen["broken"], self.seen["broken"][session]
             time.sleep(0.005)
         return self.seen[kind][session]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.transfer.test_nixl_channel import Remote
+from tests.transfer.test_nixl_channel import WAIT_S, Remote
 from transfer.blocks import blocks_for
 
 BLOCKS, BLOCK_SIZE, LONGEST = 256, 4, 20
@@ -21,9 +21,10 @@ CLOSING = 5
 """So many descriptors of the last connections may be about to be closed; what 190 meetings left would be more."""
 
 
-@pytest.fixture
-def pair(no_leaks: None) -> Iterator[tuple[Remote, Remote]]:
-    started = Remote("flood-prefill", 2.0), Remote("flood-decode", 2.0)
+@pytest.fixture(params=[WAIT_S])
+def pair(no_leaks: None, request: pytest.FixtureRequest) -> Iterator[tuple[Remote, Remote]]:
+    """The parameter: seconds that a handoff may take."""
+    started = Remote("flood-prefill", request.param), Remote("flood-decode", request.param)
     try:
         yield started
         for remote in started:
@@ -147,6 +148,7 @@ class Flood:
                 self.settle()
 
 
+@pytest.mark.parametrize("pair", [2.0], indirect=True)  # so that writes that are lost are soon given up
 @pytest.mark.parametrize("seed", [1])
 def test_500_handoffs_over_nixl(pair: tuple[Remote, Remote], seed: int) -> None:
     prefill, decode = pair
@@ -199,7 +201,7 @@ def test_processes_that_come_and_go_leave_nothing(pair: tuple[Remote, Remote]) -
     prefill, _ = pair
     before: dict[str, int] = {}
     for number in range(4):
-        decode, name = Remote(f"flood-decode-{number}", 2.0), str(number)
+        decode, name = Remote(f"flood-decode-{number}"), str(number)
         try:
             prefill.call("keep", [[decode.call("address")]])
             hand_over(prefill, decode, name)

@@ -33,6 +33,28 @@ def conditions() -> dict[str, Any]:
     }
 
 
+class Stolen:
+    """What others on the same host take of this machine's CPU time."""
+
+    def __init__(self) -> None:
+        self._ticks = _cpu_ticks()
+
+    def share(self) -> float:
+        """Of all time of all cores, 0 to 1, since it was asked last, or made."""
+        before, self._ticks = self._ticks, _cpu_ticks()
+        ticks = [now - then for now, then in zip(self._ticks, before, strict=True)]
+        return ticks[_STEAL] / max(1, sum(ticks))
+
+
+_STEAL = 7
+
+
+def _cpu_ticks() -> list[int]:
+    """User, nice, system, idle, waiting, interrupts (two kinds), stolen; guests' time is in the first two."""
+    first = Path("/proc/stat").read_text().splitlines()[0]
+    return [int(ticks) for ticks in first.split()[1 : _STEAL + 2]]
+
+
 class _Mallinfo2(ctypes.Structure):
     """glibc's `struct mallinfo2`: bytes, over all arenas."""
 

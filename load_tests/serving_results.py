@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,17 @@ def _ratios(peers: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     }
 
 
-def mixed_row(answers: Sequence[Answer], seconds: float) -> Row:
+def objectives_for(slower: float) -> dict[str, Objective]:
+    """Objectives for a machine that is so many times slower than the one that they were stated for."""
+    return {kind: Objective(each.ttft_s * slower, each.tpot_s * slower) for kind, each in OBJECTIVES.items()}
+
+
+def mixed_row(answers: Sequence[Answer], seconds: float, objectives: Mapping[str, Objective] = OBJECTIVES) -> Row:
     """The figures of one mixed run."""
     kinds = by_kind(answers)
-    every = figures(answers, 0.0, seconds, OBJECTIVES)
-    short = figures(kinds.get("short", []), 0.0, seconds, OBJECTIVES)
-    long = figures(kinds.get("long", []), 0.0, seconds, OBJECTIVES)
+    every = figures(answers, 0.0, seconds, objectives)
+    short = figures(kinds.get("short", []), 0.0, seconds, objectives)
+    long = figures(kinds.get("long", []), 0.0, seconds, objectives)
     return {
         "short_ttft_p99_s": short["ttft_p99_s"],
         "short_max_gap_p99_s": short["max_gap_p99_s"],

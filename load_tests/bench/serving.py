@@ -21,13 +21,15 @@ eight). `closed.<n>`: n requests at any time, 256 tokens and an answer of 32; wh
 them. Every peer is asked the same in a round; rounds differ. Before, a warm-up that is not counted.
 
 **Objectives**, stated here and before any run: a short request's first token within 0.5 s and a long one's within 4 s;
-for both a token every 50 ms on average.
+for both a token every 50 ms on average. `--slower 3`: all of them times three, on a machine a third as fast as the
+one they were stated for (AMD EPYC, 2 cores), where nobody could meet them.
 
 **Figures.** Time counts from when a request was due. `short_*`: of short prompts; the rest is over everything.
 `goodput_rps`: requests per second that met the objectives of their kind. `output_tokens_per_s`: tokens that arrived
-within the window. `ready_s`: from the first command to the first answer of every engine. Each figure is the median of
-the rounds, `spread` their least and greatest. `ratios`: Baton's median over the other's. `answers_equal`: whether all
-gave the same greedy answers to the same prompts.
+within the window. `stolen_share`: of the machine's CPU time during the load, what others on its host took. `ready_s`:
+from the first command to the first answer of every engine. Each figure is the median of the rounds, `spread` their
+least and greatest. `ratios`: Baton's median over the other's. `answers_equal`: whether all gave the same greedy
+answers to the same prompts.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ from typing import Any
 import httpx
 
 from load_tests.application import ROOT
-from load_tests.client import Client, closed_loop, open_loop
-from load_tests.machine import conditions
+from load_tests.client import Answer, Client, closed_loop, open_loop
+from load_tests.machine import Stolen, conditions
 from load_tests.peers.group import PeerError
 from load_tests.peers.peers import PEERS, Peer, started
 from load_tests.peers.settings import Settings, settings
 from load_tests.serving_figures import rounded
-from load_tests.serving_results import OBJECTIVES, Results, closed_row, mixed_row, trace_row
+from load_tests.serving_results import Results, Row, closed_row, mixed_row, objectives_for, trace_row
 from load_tests.simulator.traces import TraceError, find
 from load_tests.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, prompt_of, replay
 
@@ -81,20 +83,25 @@ def greedy(peer: Peer) -> list[str]:
 async def measure(peer: Peer, options: argparse.Namespace, number: int, results: Results, most_tokens: int) -> None:
     """All loads on one running peer. `most_tokens`: prompt and answer that its model takes."""
     seed, seconds = options.seed + number, options.seconds
+
+    def add(work: str, load: str, row: Row, answers: list[Answer]) -> None:
+        row["stolen_share"] = rounded(stolen.share())
+        results.add(number, peer.name, work, load, row, answers)
+
     async with Client(peer.urls, peer.model) as client:
         await open_loop(client, mixed(WARM_RATE, WARM_S, seed - 1))
+        stolen = Stolen()
         for rate in options.rates:
             answers = await open_loop(client, mixed(rate, seconds, seed, ARRIVALS[options.arrivals]))
-            results.add(number, peer.name, "mixed", f"{rate:g}", mixed_row(answers, seconds), answers)
+            add("mixed", f"{rate:g}", mixed_row(answers, seconds, objectives_for(options.slower)), answers)
         for rate in options.rates if options.trace else ():
             answers = await open_loop(client, replay(options.trace, rate, seconds, most_tokens, seed))
-            results.add(number, peer.name, "trace", f"{rate:g}", trace_row(answers, seconds), answers)
+            add("trace", f"{rate:g}", trace_row(answers, seconds), answers)
         for concurrency in options.concurrency:
             source = asks(CLOSED, seed * MOST_CONCURRENCY + concurrency)  # what one loop asked, a cache has in the next
             begin_s, end_s = seconds / 4, 1.25 * seconds
             answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
-            row = closed_row(answers, begin_s, end_s)
-            results.add(number, peer.name, "closed", str(concurrency), row, answers)
+            add("closed", str(concurrency), closed_row(answers, begin_s, end_s), answers)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +137,7 @@ def _asked(options: argparse.Namespace, made: Settings) -> dict[str, Any]:
         "arrivals": options.arrivals,
         "trace": options.trace.name if options.trace else None,
         "pinned": options.pin,
-        "objectives": {kind: asdict(objective) for kind, objective in OBJECTIVES.items()},
+        "objectives": {kind: asdict(objective) for kind, objective in objectives_for(options.slower).items()},
         "shapes": {shape.kind: [shape.prompt_tokens, shape.output_tokens] for shape in (SHORT, LONG, CLOSED)},
         "model": made.name,
         "engine_arguments": dict(made.arguments),
@@ -146,6 +153,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=_integers, default=[16, 64], help="of the closed loops; empty: none")
     parser.add_argument("--seconds", type=float, default=60.0, help="of every load")
     parser.add_argument("--arrivals", choices=ARRIVALS, default="poisson")
+    parser.add_argument("--slower", type=float, default=1.0, help="objectives times this, for a slower machine")
     parser.add_argument(
         "--trace", type=find, help="also this trace, by the beginning of its file's name: azure, mooncake"
     )

@@ -41,7 +41,14 @@ def test_serving_gives_medians_ratios_and_failures(
     monkeypatch.setattr(serving, "started", plain)
     monkeypatch.setattr(serving, "settings", lambda _: MADE)
     monkeypatch.setattr(serving, "WARM_S", 0.2)
-    arguments = ["--rounds=2", "--rates=20", "--concurrency=2", "--seconds=1", f"--out={tmp_path / 'runs'}"]
+    arguments = [
+        "--rounds=2",
+        "--rates=20",
+        "--concurrency=2",
+        "--seconds=1",
+        "--slower=2",
+        f"--out={tmp_path / 'runs'}",
+    ]
     serving.main(arguments)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["benchmark"] == "serving"
@@ -51,6 +58,8 @@ def test_serving_gives_medians_ratios_and_failures(
     assert names <= mixed.keys()
     assert {"output_tokens_per_s", "ttft_p50_s", "tpot_p50_s"} <= closed.keys()
     assert (mixed["failed"], mixed["rounds"], closed["rounds"]) == (0, 2, 2)
+    assert all(0 <= row["stolen_share"] <= 1 for row in (mixed, closed))
+    assert result["conditions"]["objectives"]["long"] == {"ttft_s": 8.0, "tpot_s": 0.1}
     least, most = mixed["spread"]["e2e_mean_s"]
     assert 0 < least <= mixed["e2e_mean_s"] <= most
     ratios = result["ratios"]

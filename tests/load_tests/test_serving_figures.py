@@ -22,6 +22,7 @@ from load_tests.serving_figures import (
     tpot_s,
     ttft_s,
 )
+from load_tests.serving_results import mixed_row, objectives_for
 
 
 def answer(due_s: float, *times: float, kind: str = "short", error: str = "") -> Answer:
@@ -61,6 +62,12 @@ def test_goodput_is_what_met_both_objectives_of_its_kind() -> None:
     assert (found["goodput_rps"], found["requests"], found["failed"]) == (0.5, 5, 1)
     assert found["first_error"] == "cut off"
     assert figures(by_kind(answers)["long"], 0.0, 4.0, objectives)["goodput_rps"] == 0.25
+
+
+def test_a_slower_machine_has_longer_objectives() -> None:
+    answers = [answer(0.0, 0.9, 0.99), answer(0.0, 1.1, 1.12), answer(0.0, 7.9, 7.95, kind="long")]
+    assert mixed_row(answers, 1.0)["goodput_rps"] == 0
+    assert mixed_row(answers, 1.0, objectives_for(2.0))["goodput_rps"] == 2
 
 
 def test_only_requests_due_in_the_window_count_and_only_tokens_that_arrived_in_it() -> None:

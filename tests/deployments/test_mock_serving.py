@@ -14,9 +14,8 @@ import pytest
 
 from deployments.model import DEFAULT_CACHE_DIR, resolve
 from load_tests import vllm_bench
-from tests.e2e import cluster as clusters
 from tests.e2e.client import Load, answer_to, events, until
-from tests.e2e.cluster import Cluster, processes, total
+from tests.e2e.cluster import NAME, Cluster, processes, started, total
 from tests.e2e.proxied import is_served
 
 DRAIN_S, BACK_WITHIN_S = 30.0, 300.0
@@ -27,12 +26,8 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = clusters.start("mock.yaml", tmp_path_factory.mktemp("mock"), drain_s=DRAIN_S)
-    try:
+    with started("mock.yaml", tmp_path_factory.mktemp("mock"), drain_s=DRAIN_S) as cluster:
         yield cluster
-    finally:
-        left = clusters.stop(cluster)
-    assert not left, f"processes outlived the application: {left}"
 
 
 def ask(prompt: list[int], **more: object) -> dict[str, Any]:
@@ -87,7 +82,7 @@ def haproxy(cluster: Cluster) -> list[int]:
 async def test_clients_come_through_haproxy_and_nothing_of_it_listens_beyond_loopback(mock: Cluster) -> None:
     assert haproxy(mock), "it runs"
     assert {address for pid in haproxy(mock) for address in listening(pid)} == {LOOPBACK}
-    title = f"ray::ServeReplica:{clusters.NAME}:ingress"
+    title = f"ray::ServeReplica:{NAME}:ingress"
     (ingress,) = [pid for pid, line in processes(mock.marker).items() if line.startswith(title)]
     assert EVERYWHERE not in listening(ingress), "nor does what it sends requests to"
     await is_served(mock)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e import cluster as clusters
 from tests.e2e.client import answer_to, until
-from tests.e2e.cluster import Cluster, processes
+from tests.e2e.cluster import Cluster, processes, started
 from tests.e2e.proxied import is_served
 
 BACK_WITHIN_S = 300.0
@@ -19,12 +18,8 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = clusters.start("mock.yaml", tmp_path_factory.mktemp("proxy"), options=("--proxy=serve",))
-    try:
+    with started("mock.yaml", tmp_path_factory.mktemp("proxy"), options=("--proxy=serve",)) as cluster:
         yield cluster
-    finally:
-        left = clusters.stop(cluster)
-    assert not left, f"processes outlived the application: {left}"
 
 
 async def test_clients_are_served_through_it(mock: Cluster) -> None:

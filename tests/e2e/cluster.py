@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import httpx
 import yaml
 
 from app.serve_api import ServeApi
-from load_tests.application import ROOT, Application, NotStarted
+from load_tests.application import ROOT, Application
 from load_tests.processes import marked
 
 PATIENCE_S = 60.0  # with a dashboard that says nothing
@@ -94,8 +95,10 @@ def total(status: dict[str, Any], role: str, counter: str, pool: str | None = No
     return float(sum(replica["counters"].get(counter, 0) for replica in chosen))
 
 
-def start(config: str, directory: Path, options: Sequence[str] = (), **placement: Any) -> Cluster:
-    """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready.
+@contextlib.contextmanager
+def started(config: str, directory: Path, options: Sequence[str] = (), **placement: Any) -> Iterator[Cluster]:
+    """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready. At the
+    end Ctrl-C, as a user would; fails where one of its processes is left afterwards.
 
     `options`: more for the launcher. `placement`: settings of that section to change.
     """
@@ -108,16 +111,11 @@ def start(config: str, directory: Path, options: Sequence[str] = (), **placement
     application = Application(serve, directory, {MARKER: marker}, options=options)
     try:
         application.wait()
-    except NotStarted:
+        yield Cluster(application.url, application.dashboard_url, trace_dir, application, marker)
+    finally:
         application.stop()
-        raise
-    return Cluster(application.url, application.dashboard_url, trace_dir, application, marker)
-
-
-def stop(cluster: Cluster) -> list[str]:
-    """Ctrl-C, as a user would; the command lines of what is left of its processes afterwards."""
-    cluster.application.stop()
-    return list(processes(cluster.marker).values())
+    left = list(processes(marker).values())
+    assert not left, f"processes outlived the application: {left}"
 
 
 def processes(marker: str) -> dict[int, str]:

@@ -15,8 +15,7 @@ import pytest
 from deployments.engine.build import environment
 from deployments.model import DEFAULT_CACHE_DIR, resolve
 from load_tests.application import ROOT
-from tests.e2e import cluster as clusters
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, started
 
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 600, 1800)
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 12, 96
@@ -57,9 +56,5 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def baton(reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """configs/cpu.yaml, running."""
-    cluster = clusters.start("cpu.yaml", tmp_path_factory.mktemp("baton"))
-    try:
+    with started("cpu.yaml", tmp_path_factory.mktemp("baton")) as cluster:
         yield cluster
-    finally:
-        left = clusters.stop(cluster)
-    assert not left, f"processes outlived the application: {left}"

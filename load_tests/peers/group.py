@@ -88,6 +88,13 @@ class Group:
         cores = sorted(pid for pid in self.pids() if title(pid).startswith("VLLM::EngineCore"))
         return [{pid} | descendants(pid) for pid in cores]
 
+    def check_niceness(self) -> None:
+        """No engine gives way to others, or is given way to, where those of another peer are not. Raises PeerError."""
+        expected = os.getpriority(os.PRIO_PROCESS, 0)
+        for pid in set().union(*self.engines()):
+            if (niceness := os.getpriority(os.PRIO_PROCESS, pid)) != expected:
+                raise PeerError(f"{self.name}: {title(pid)} runs at niceness {niceness}, this process at {expected}")
+
     def pin(self) -> list[int]:
         """Put each engine on a core of its own, all threads of it, in turn; the cores. The rest stays where it was."""
         cores = sorted(os.sched_getaffinity(0))

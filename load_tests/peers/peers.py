@@ -21,8 +21,10 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOGICAL_CPUS = 16  # more than any of the applications asks for: the real cores are given out by `Group.pin`
 RAY_START_TIMEOUT_S = 60.0
 # As `make serve` starts Ray: on loopback, and ended without the drain that waits for other nodes. There is nobody to
-# keep out, and `serve run` would have to be handed a token.
+# keep out, and `serve run` would have to be handed a token. Workers get the niceness of everybody else: Ray's default
+# is 15, and an engine of plain vLLM has none.
 RAY_VARIABLES = {
+    "RAY_worker_niceness": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -49,6 +51,7 @@ def started(name: str, settings: Settings, directory: Path, pin: bool = True) ->
     try:
         urls = PEERS[name](group, settings, directory)
         ready_s = group.wait(urls, settings.name)
+        group.check_niceness()
         yield Peer(name, tuple(urls), settings.name, ready_s, tuple(group.pin()) if pin else (), group)
     finally:
         group.stop()

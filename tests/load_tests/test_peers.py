@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,27 @@ async def test_a_server_is_started_measured_and_ended(tmp_path: Path) -> None:
     assert answers
     assert not any(answer.error for answer in answers)
     assert descendants(os.getpid()) <= before
+
+
+def test_an_engine_that_gives_way_to_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    group = Group("nice", tmp_path, {})
+    monkeypatch.setattr(group, "engines", lambda: [group.pids()])
+    try:
+        group.run(["sleep", "60"])
+        group.check_niceness()
+        group.run(["nice", "-n", "5", "sleep", "60"])
+        with pytest.raises(PeerError, match=r"nice: .*sleep.* runs at niceness"):
+            until_refused(group)
+    finally:
+        group.stop()
+
+
+def until_refused(group: Group) -> None:
+    """It takes a moment until `nice` has made itself nice."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        group.check_niceness()
+        time.sleep(0.01)
 
 
 def test_what_a_peer_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from ray.util import get_node_ip_address
 
 from app.api import Gateway
 from configs.schema import BatonConfig
+from deployments.collector import starting
 from deployments.engine.build import checkpoint
 from deployments.errors import Unavailable
 from deployments.messages import Handoff
@@ -42,6 +43,10 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Gateway:
         """Serve calls this once; it is ready when this returns. vllm is imported here, in the ingress's process."""
+        with starting():
+            return await self._build()
+
+    async def _build(self) -> Gateway:
         from app.frontend import build_server
         from deployments.cluster_core import ClusterCore
 

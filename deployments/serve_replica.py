@@ -13,6 +13,7 @@ from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig
 from deployments.cluster_secret import cluster_secret
+from deployments.collector import starting
 from deployments.drain import drain
 from deployments.engine.build import build_engine
 from deployments.engine.protocol import EngineError
@@ -38,10 +39,11 @@ class ServeReplica:
             node_id=ray.get_runtime_context().get_node_id(),
             host=get_node_ip_address(),
         )
-        engine = build_engine(baton, identity, cluster_secret(baton))
-        self._manager = manager_client(manager, baton)
-        self._replica = Replica(identity, engine, self._manager, baton.placement)
-        await self._replica.start()
+        with starting():
+            engine = build_engine(baton, identity, cluster_secret(baton))
+            self._manager = manager_client(manager, baton)
+            self._replica = Replica(identity, engine, self._manager, baton.placement)
+            await self._replica.start()
         self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
 
     async def _drain(self, timeout_s: float) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.collector import Collector
+from deployments.collector import Collector, starting
 
 
 @pytest.fixture(autouse=True)
 def automatic() -> Iterator[None]:
     yield
+    gc.unfreeze()
     gc.enable()
 
 
@@ -44,3 +45,28 @@ def test_garbage_goes_when_there_is_much_of_it() -> None:
     assert collector.tick(0.0)
     assert not any(each() for each in gone)
     assert not collector.tick(0.0)
+
+
+def test_what_a_process_starts_with_is_never_looked_at_again() -> None:
+    gc.unfreeze()
+    with starting():
+        assert not gc.isenabled()
+        gone, kept = weakref.ref(Loop()), Loop()
+        assert gone() is not None
+    assert gone() is None, "garbage of the start is not kept"
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 10_000
+    stays = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert stays() is not None
+
+
+def test_a_start_that_fails_leaves_collection_on() -> None:
+    with pytest.raises(RuntimeError), starting():
+        raise RuntimeError
+    assert gc.isenabled()
+    Collector()
+    with starting():
+        pass
+    assert not gc.isenabled(), "and off where it was off"

@@ -25,6 +25,7 @@ from deployments.engine.mock_memory import KV_BYTES, MockMemory
 from deployments.engine.mock_scheduler import MockScheduler, Plan
 from deployments.engine.mock_sequence import Sequence
 from deployments.engine.mock_wire import FinishReason, decode_request, encode_outputs
+from deployments.engine.prompt_share import prompt_share
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.latency import Coefficients
@@ -63,7 +64,8 @@ class MockEngine:
         self._fingerprint, self._secret, self._host = fingerprint, secret, host
         self._handoff_timeout_s = handoff_timeout_s
         self._plane = plane or InProcessPlane(f"{replica_id}-{uuid.uuid4().hex[:8]}")
-        self._scheduler = MockScheduler(config)
+        self._chunk_tokens = prompt_share(role, config.max_num_batched_tokens, config.max_num_seqs)
+        self._scheduler = MockScheduler(config, self._chunk_tokens)
         self._memory = MockMemory(config.num_layers, config.num_blocks, config.block_size, config.seed)
         self._inbox: deque[Sequence | str] = deque()
         self._wake = asyncio.Event()
@@ -93,7 +95,7 @@ class MockEngine:
             max_sessions=config.max_num_seqs,
             max_model_len=self._max_model_len,
             endpoints=(self._channel.address,),
-            chunk_tokens=config.max_num_batched_tokens,
+            chunk_tokens=self._chunk_tokens,
             kv_bytes_per_token=config.num_layers * KV_BYTES,
             prior=Coefficients(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0),
         )

@@ -39,10 +39,11 @@ class Plan:
 
 
 class MockScheduler:
-    """Owns every sequence and every block of one mock engine."""
+    """Owns every sequence and every block of one mock engine. `prompt_tokens`: of one request that a step takes while
+    there are other requests."""
 
-    def __init__(self, config: MockEngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: MockEngineConfig, prompt_tokens: int) -> None:
+        self._config, self._prompt_tokens = config, prompt_tokens
         self._free = deque(range(config.num_blocks))
         self._sequences: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
@@ -111,17 +112,19 @@ class MockScheduler:
         """Decide the next step: running requests first, then new ones while tokens, seats and blocks last."""
         plan = Plan()
         budget = self._config.max_num_batched_tokens
+        has_others = len(self.running) + len(self.waiting) + len(self.loading) > 1
+        most = self._prompt_tokens if has_others else budget
         for sequence in list(self.running):
             if budget and sequence not in plan.preempted:
-                count = min(budget, len(sequence.tokens) - sequence.computed)
+                count = min(budget, most, len(sequence.tokens) - sequence.computed)
                 if self._grow(sequence, sequence.computed + count, plan):
                     plan.work.append((sequence, count))
                     budget -= count
         if not plan.preempted:
-            self._admit(plan, budget)
+            self._admit(plan, budget, most)
         return plan
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: int, most: int) -> None:
         while self.waiting:
             sequence = self.waiting[0]
             seats = self._config.max_num_seqs - len(self.running)
@@ -135,7 +138,7 @@ class MockScheduler:
                 plan.offers.append(sequence)
                 continue
             self.running.append(sequence)
-            count = min(budget, len(sequence.tokens) - sequence.computed)
+            count = min(budget, most, len(sequence.tokens) - sequence.computed)
             plan.work.append((sequence, count))
             budget -= count
 

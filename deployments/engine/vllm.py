@@ -40,6 +40,7 @@ from vllm.version import __version__ as vllm_version
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
+from deployments.engine.prompt_share import prompt_share
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.latency import ModelShape, roofline
@@ -172,8 +173,8 @@ class VllmEngine:
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if self._role is Role.DECODE and "long_prefill_token_threshold" not in config.engine_args:
             scheduler = vllm_config.scheduler_config
-            scheduler.long_prefill_token_threshold = _share_of_a_prompt(
-                scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            scheduler.long_prefill_token_threshold = prompt_share(
+                self._role, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
             )
         return AsyncMPClient(vllm_config, Executor.get_class(vllm_config), log_stats=True)
 
@@ -284,15 +285,6 @@ COUNTERS = (
     "generated_tokens",
     "preemptions",
 )
-
-
-def _share_of_a_prompt(step_tokens: int, sequences: int) -> int:
-    """Tokens of one prompt that a step of a decode engine takes while there are other requests, at least 1.
-
-    vLLM gives a step to what runs before it looks at what waits, and a prompt that is computed there runs: without a
-    limit, sessions whose KV cache has arrived, and short prompts, waited until the whole of it was computed.
-    """
-    return max((step_tokens - sequences) // 2, 1)
 
 
 def _chunk_tokens(scheduler: SchedulerConfig) -> int:

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from configs.schema import BatonConfig
+from deployments.engine.prompt_share import prompt_share
 from deployments.messages import ReplicaInfo, Role
 from load_tests.simulator.links import Nic
 from load_tests.simulator.metrics import Classes
@@ -131,7 +132,7 @@ def _info(replica_id: str, deployment: str, pool: Pool, max_model_len: int, bloc
         total_blocks=pool.blocks(block_tokens),
         max_sessions=pool.limits.sequences,
         max_model_len=max_model_len,
-        chunk_tokens=pool.limits.batched_tokens,
+        chunk_tokens=prompt_share(pool.role, pool.limits.batched_tokens, pool.limits.sequences),
         kv_bytes_per_token=int(pool.profile.kv_bytes_per_token),
         prior=tuple(pool.profile.guess),
     )

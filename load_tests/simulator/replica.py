@@ -173,9 +173,9 @@ class Replica:
 
     def _admit(self, happened: Happened) -> None:
         """Take in who waits, in order, while seats, tokens and blocks last."""
-        reserve = self.batch.growth(1)
+        reserve, most = self.batch.growth(1), self._most_of_one()
         budget = self._limits.batched_tokens - len(self.batch)
-        budget -= sum(work.target - work.computed for work in self.prefilling)
+        budget -= sum(min(most, work.target - work.computed) for work in self.prefilling)
         while self.waiting:
             work = self.waiting[0]
             if not work.loads and (budget <= 0 or self.seats_taken >= self._limits.sequences):
@@ -190,7 +190,7 @@ class Replica:
             work.computed = work.cached_tokens
             self.backlog_tokens -= work.cached_tokens
             self.prefilling.append(work)
-            budget -= work.target - work.computed
+            budget -= min(most, work.target - work.computed)
 
     def _plan(self, now_s: float, most_steps: int) -> Step | None:
         if not self.seats_taken:
@@ -209,12 +209,17 @@ class Replica:
         span = Span(base_s, truth.context_s, len(self.batch), self.batch.context)
         return Step(now_s, factor, span, steps, chunks, context)
 
+    def _most_of_one(self) -> int:
+        """Prompt tokens of one sequence that a step takes."""
+        has_others = len(self.sessions) > 1
+        return self.info.chunk_tokens if has_others and self.info.chunk_tokens else self._limits.batched_tokens
+
     def _chunks(self) -> tuple[list[tuple[Work, int]], int]:
         """The prompt tokens of the next step, oldest sequences first, and the sum of the tokens before each."""
-        budget = self._limits.batched_tokens - len(self.batch)
+        budget, most = self._limits.batched_tokens - len(self.batch), self._most_of_one()
         chunks, context = [], 0
         for work in self.prefilling:
-            tokens = min(budget, work.target - work.computed)
+            tokens = min(budget, most, work.target - work.computed)
             if tokens <= 0:
                 break
             chunks.append((work, tokens))

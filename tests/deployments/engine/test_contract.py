@@ -86,7 +86,7 @@ The penalties are rewards: a model of random weights does not repeat itself by i
 async def test_an_answer_goes_on_elsewhere_as_if_undisturbed(engine_pair: Any, name: str) -> None:
     """On another engine, on the same one, and split; and what is split from the beginning is answered alike."""
     prefill, decode = engine_pair.prefill, engine_pair.decode
-    prompt = engine_pair.prompt(2 * decode.info.chunk_tokens + 5)  # prefilled in several steps
+    prompt = engine_pair.prompt(2 * prefill.info.chunk_tokens + 5)  # prefilled in several steps
     free = await decode.generate(f"{name}-free", prompt, max_tokens=TOKENS)
     sampling = COUNTS_THE_ANSWER[name](free.tokens)
     whole = await decode.generate(f"{name}-whole", prompt, max_tokens=TOKENS, **sampling)

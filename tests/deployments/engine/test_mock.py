@@ -182,6 +182,21 @@ async def test_long_prompts_are_prefilled_in_chunks(make_mock: Any, start: Any) 
     await engine.close()
 
 
+@pytest.mark.parametrize(("role", "order"), [(Role.DECODE, ["short", "long"]), (Role.PREFILL, ["long", "short"])])
+async def test_a_long_prompt_leaves_decode_half_of_a_step(
+    role: Role, order: list[str], make_mock: Any, start: Any
+) -> None:
+    engine = await start(make_mock(role, SMALL, max_model_len=64))
+    answers = [await engine.send(name, [7] * count, max_tokens=1) for name, count in (("long", 14), ("short", 4))]
+    await asyncio.gather(*(asyncio.wait_for(answer.done.wait(), 30) for answer in answers))
+    assert [output.request_id for step in engine.steps for output in step.outputs] == order
+    chunks = [sample.prefill_tokens for step in engine.steps for sample in step.steps]
+    half = (16 - 8) // 2
+    assert engine.info.chunk_tokens == (half if role is Role.DECODE else 16)
+    assert chunks == ([2 * half, 10] if role is Role.DECODE else [16, 2]), "alone it takes what it can"
+    await engine.close()
+
+
 async def test_an_idle_engine_sleeps(make_pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_pair(SMALL, max_model_len=64) as pair:
         await pair.disaggregated(pair.prompt(9), 4)

@@ -116,6 +116,16 @@ def test_a_prompt_beside_it_slows_a_running_answer_by_its_chunks() -> None:
     assert beside.last["a"] > alone.last["a"] + 0.02
 
 
+def test_a_long_prompt_leaves_others_their_share_of_a_step() -> None:
+    engine = replica()
+    engine.info = replace(engine.info, chunk_tokens=12)
+    alone = play(engine, [(0.0, Work("long", 1, 90, 2))])
+    assert alone.first["long"] == pytest.approx(STEPS.prefill_s(90, 0, 32)), "alone it takes whole steps"
+    beside = play(engine, [(0.0, Work("long", 1, 90, 2)), (0.0, Work("short", 1, 12, 2))])
+    assert beside.first["short"] == pytest.approx(STEPS.step_s(24, 2 * 66, 0, 0)), "its prompt is in the first step"
+    assert beside.first["long"] > alone.first["long"]
+
+
 def test_a_snapshot_lists_what_is_expected_with_what_it_was_promised_until_it_ends() -> None:
     engine = replica()
     work = Work("a", 1, 8, 2, reserved=Reservation(3, 2, 9, 8, 0.1))

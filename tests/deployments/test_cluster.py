@@ -664,7 +664,7 @@ async def test_aborting_between_two_placements(cluster: InProcess, monkeypatch: 
 
 
 async def test_an_engine_that_hangs_is_given_up_and_its_sessions_move(launch: Launch) -> None:
-    cluster = await launch(config(hang_timeout_s=0.4))
+    cluster = await launch(config(hang_timeout_s=1.0))
     asked = prompt(20)
     answer = await (await cluster.ask(asked, max_tokens=100)).has(3)
     owner = (await cluster.placed(answer))["decode"]
@@ -673,7 +673,7 @@ async def test_an_engine_that_hangs_is_given_up_and_its_sessions_move(launch: La
     engine.go.clear()
     await answer.over()
     assert answer.context.error is None
-    with pytest.raises(EngineError, match=r"has not moved for 0\.4 s"):
+    with pytest.raises(EngineError, match="has not moved for 1 s"):
         cluster.replicas[owner].check_health()
     engine.is_deaf = False
     engine.go.set()
@@ -683,11 +683,11 @@ async def test_an_engine_that_hangs_is_given_up_and_its_sessions_move(launch: La
 
 async def test_an_engine_that_only_waits_is_not_given_up(launch: Launch) -> None:
     """Its KV is late: it makes no step, but it answers."""
-    cluster = await launch(config(hang_timeout_s=0.2))
+    cluster = await launch(config(hang_timeout_s=0.7))
     cluster.planes[PREFILL].shut = True
     asked = prompt(100)
     answer = await (await cluster.ask(asked, max_tokens=5)).has(1)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(2.1)
     cluster.planes[PREFILL].shut = False
     await answer.over()
     assert answer.tokens == await cluster.local(asked, max_tokens=5)
@@ -886,7 +886,7 @@ async def test_the_ingress_shuts_down_with_sessions_open(launch: Launch) -> None
 
 async def test_the_ingress_dies_with_sessions_open(launch: Launch) -> None:
     """Nobody tells the replicas or the manager anything."""
-    cluster = await launch(config(ingress_lease_s=0.2))
+    cluster = await launch(config(ingress_lease_s=2.0))
     answers = [await cluster.ask(prompt(8), max_tokens=400) for _ in range(3)]
     for answer in answers:
         await answer.has(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from load_tests.client import Ask
 from load_tests.simulator.traces import Trace
@@ -77,6 +77,15 @@ def mixed(
         for at_s in arrivals(rate * share, seconds, rng):
             made.append(Ask(at_s, prompt(rng, shape.prompt_tokens), shape.output_tokens, shape.kind))
     return sorted(made, key=lambda ask: ask.at_s)
+
+
+def unlike(asked: list[Ask], attempt: int) -> list[Ask]:
+    """The same requests with other tokens, so that no cache has them of another attempt. What two prompts share they
+    still share."""
+    least, most = TOKEN_IDS
+    turn = attempt * 7919  # a prime: so far the tokens are moved on, round and round
+    moved = {token: least + (token - least + turn) % (most - least) for ask in asked for token in ask.prompt}
+    return [replace(ask, prompt=tuple(moved[token] for token in ask.prompt)) for ask in asked]
 
 
 def replay(trace: Trace, rate: float, seconds: float, max_model_len: int, seed: int) -> list[Ask]:

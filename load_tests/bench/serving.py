@@ -26,10 +26,11 @@ one they were stated for (AMD EPYC, 2 cores), where nobody could meet them.
 
 **Figures.** Time counts from when a request was due. `short_*`: of short prompts; the rest is over everything.
 `goodput_rps`: requests per second that met the objectives of their kind. `output_tokens_per_s`: tokens that arrived
-within the window. `stolen_share`: of the machine's CPU time during the load, what others on its host took. `ready_s`:
-from the first command to the first answer of every engine. Each figure is the median of the rounds, `spread` their
-least and greatest. `ratios`: Baton's median over the other's. `answers_equal`: whether all gave the same greedy
-answers to the same prompts.
+within the window. `stolen_share`: of the machine's CPU time during the load, what others on its host took; with
+`--tries` a load that they took over `--most-stolen` of is asked again with other tokens of the same number at the same
+times, and the least disturbed of so many tries counts. `ready_s`: from the first command to the first answer of every
+engine. Each figure is the median of the rounds, `spread` their least and greatest. `ratios`: Baton's median over the
+other's. `answers_equal`: whether all gave the same greedy answers to the same prompts.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,9 @@ from load_tests.peers.settings import Settings, settings
 from load_tests.serving_figures import rounded
 from load_tests.serving_results import Results, Row, closed_row, mixed_row, objectives_for, trace_row
 from load_tests.simulator.traces import TraceError, find
-from load_tests.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, prompt_of, replay
+from load_tests.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, prompt_of, replay, unlike
 
-MOST_CONCURRENCY = 10_000
+MOST_CONCURRENCY, MOST_TRIES = 10_000, 100
 ARRIVALS = {"poisson": poisson, "bursts": bursts}
 WARM_RATE, WARM_S = 1.0, 8.0
 CHECKED_PROMPTS, CHECKED_TOKENS, CHECK_TIMEOUT_S = (7, 200, 600), 12, 120.0
@@ -82,26 +84,43 @@ def greedy(peer: Peer) -> list[str]:
 
 async def measure(peer: Peer, options: argparse.Namespace, number: int, results: Results, most_tokens: int) -> None:
     """All loads on one running peer. `most_tokens`: prompt and answer that its model takes."""
-    seed, seconds = options.seed + number, options.seconds
+    seed, seconds, stolen = options.seed + number, options.seconds, Stolen()
 
-    def add(work: str, load: str, row: Row, answers: list[Answer]) -> None:
-        row["stolen_share"] = rounded(stolen.share())
+    async def measured(work: str, load: str, once: Callable[[int], Awaitable[tuple[Row, list[Answer]]]]) -> None:
+        """One load, tried until neighbours leave it alone; the try in which they took least is kept."""
+        tries: list[tuple[Row, list[Answer]]] = []
+        while not tries or (len(tries) < options.tries and tries[-1][0]["stolen_share"] > options.most_stolen):
+            stolen.share()
+            row, answers = await once(len(tries))
+            tries.append((row | {"stolen_share": rounded(stolen.share()), "tries": len(tries) + 1}, answers))
+        row, answers = min(tries, key=lambda each: each[0]["stolen_share"])
         results.add(number, peer.name, work, load, row, answers)
 
     async with Client(peer.urls, peer.model) as client:
-        await open_loop(client, mixed(WARM_RATE, WARM_S, seed - 1))
-        stolen = Stolen()
-        for rate in options.rates:
-            answers = await open_loop(client, mixed(rate, seconds, seed, ARRIVALS[options.arrivals]))
-            add("mixed", f"{rate:g}", mixed_row(answers, seconds, objectives_for(options.slower)), answers)
-        for rate in options.rates if options.trace else ():
-            answers = await open_loop(client, replay(options.trace, rate, seconds, most_tokens, seed))
-            add("trace", f"{rate:g}", trace_row(answers, seconds), answers)
-        for concurrency in options.concurrency:
-            source = asks(CLOSED, seed * MOST_CONCURRENCY + concurrency)  # what one loop asked, a cache has in the next
+
+        async def mixed_once(rate: float, attempt: int) -> tuple[Row, list[Answer]]:
+            asked = mixed(rate, seconds, seed, ARRIVALS[options.arrivals])
+            answers = await open_loop(client, unlike(asked, attempt))
+            return mixed_row(answers, seconds, objectives_for(options.slower)), answers
+
+        async def trace_once(rate: float, attempt: int) -> tuple[Row, list[Answer]]:
+            answers = await open_loop(client, unlike(replay(options.trace, rate, seconds, most_tokens, seed), attempt))
+            return trace_row(answers, seconds), answers
+
+        async def closed_once(concurrency: int, attempt: int) -> tuple[Row, list[Answer]]:
+            # What one loop asked, a cache has in the next.
+            source = asks(CLOSED, (seed * MOST_TRIES + attempt) * MOST_CONCURRENCY + concurrency)
             begin_s, end_s = seconds / 4, 1.25 * seconds
             answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
-            add("closed", str(concurrency), closed_row(answers, begin_s, end_s), answers)
+            return closed_row(answers, begin_s, end_s), answers
+
+        await open_loop(client, mixed(WARM_RATE, WARM_S, seed - 1))
+        for rate in options.rates:
+            await measured("mixed", f"{rate:g}", partial(mixed_once, rate))
+        for rate in options.rates if options.trace else ():
+            await measured("trace", f"{rate:g}", partial(trace_once, rate))
+        for concurrency in options.concurrency:
+            await measured("closed", str(concurrency), partial(closed_once, concurrency))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -137,6 +156,8 @@ def _asked(options: argparse.Namespace, made: Settings) -> dict[str, Any]:
         "arrivals": options.arrivals,
         "trace": options.trace.name if options.trace else None,
         "pinned": options.pin,
+        "tries": options.tries,
+        "most_stolen": options.most_stolen,
         "objectives": {kind: asdict(objective) for kind, objective in objectives_for(options.slower).items()},
         "shapes": {shape.kind: [shape.prompt_tokens, shape.output_tokens] for shape in (SHORT, LONG, CLOSED)},
         "model": made.name,
@@ -153,6 +174,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=_integers, default=[16, 64], help="of the closed loops; empty: none")
     parser.add_argument("--seconds", type=float, default=60.0, help="of every load")
     parser.add_argument("--arrivals", choices=ARRIVALS, default="poisson")
+    parser.add_argument("--tries", type=int, default=1, help="of a load that neighbours disturb, at most")
+    parser.add_argument(
+        "--most-stolen", type=float, default=0.05, help="a load is disturbed that they took more of the CPU time from"
+    )
     parser.add_argument("--slower", type=float, default=1.0, help="objectives times this, for a slower machine")
     parser.add_argument(
         "--trace", type=find, help="also this trace, by the beginning of its file's name: azure, mooncake"
@@ -164,6 +189,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "bench" / "serving", help="a file for every run")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
+    if not 1 <= options.tries < MOST_TRIES:
+        parser.error(f"--tries must be from 1 to {MOST_TRIES - 1}")
     if wrong := set(options.peers) - set(PEERS):
         parser.error(f"no peer {sorted(wrong)}; there are {', '.join(PEERS)}")
     return options

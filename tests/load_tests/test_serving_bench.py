@@ -6,12 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from load_tests.bench import overhead, serving
-from load_tests.client import Answer
+from load_tests.client import Answer, Ask
 from load_tests.peers import doubles
 from load_tests.peers.doubles import Double
 from load_tests.peers.group import PeerError
@@ -78,6 +79,32 @@ def test_serving_gives_medians_ratios_and_failures(
 LOADS = ("mixed-20", "closed-2")
 
 
+@pytest.mark.parametrize(
+    ("shares", "kept"),
+    [((0.01,), (0.01, 1)), ((0.3, 0.05), (0.05, 2)), ((0.3, 0.2, 0.4), (0.2, 2))],
+    ids=["quiet", "quiet the second time", "never quiet"],
+)
+async def test_what_neighbours_disturb_is_tried_again(
+    shares: tuple[float, ...], kept: tuple[float, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    async def answered(client: object, asks: list[Ask]) -> list[Answer]:
+        asked.append(asks[0].prompt)
+        return []
+
+    looks = iter([each for share in shares for each in (9.0, share)])  # from before a try, and of it
+    monkeypatch.setattr(serving.Stolen, "share", lambda _: next(looks))
+    monkeypatch.setattr(serving, "open_loop", answered)
+    results = serving.Results(tmp_path)
+    options = serving.parse(["--rates=5", "--concurrency=,", "--seconds=4", "--tries=3"])
+    peer: Any = SimpleNamespace(name="baton", urls=["http://127.0.0.1:1"], model="m")
+    await serving.measure(peer, options, 0, results, 2048)
+    row = results.summary()["mixed"]["5"]["baton"]
+    assert (row["stolen_share"], row["tries"]) == kept
+    assert len(set(asked[1:])) == len(asked[1:]) == len(shares), "and no cache has the tokens of a try before"
+
+
 def test_every_peer_is_asked_the_same_in_a_round() -> None:
     options = serving.parse(["--seed", "4"])
     first, second = (serving.mixed(options.rates[0], 30.0, options.seed + 1) for _ in range(2))
@@ -100,7 +127,7 @@ def test_overhead_measures_a_plain_server_and_says_what_failed(
 
     monkeypatch.setattr(overhead, "settings", lambda: MADE)
     monkeypatch.setitem(doubles.DOUBLES, "vllm", broken)
-    overhead.main(["--peers=starlette,vllm", "--streams=1,4", "--seconds=1", "--step-s=0.002"])
+    overhead.main(["--peers=starlette,vllm", "--streams=1,4", "--seconds=3", "--step-s=0.002"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["by_streams"]) == {"1", "4"}
     assert result["by_streams"]["4"]["vllm"] is None

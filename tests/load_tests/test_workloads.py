@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
+from load_tests.client import Ask
 from load_tests.simulator.traces import Trace, TraceRequest
-from load_tests.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, replay
+from load_tests.workloads import CLOSED, LONG, SHORT, TOKEN_IDS, asks, bursts, mixed, poisson, replay, unlike
 
 
 def test_the_same_seed_asks_the_same() -> None:
@@ -18,6 +19,21 @@ def test_the_same_seed_asks_the_same() -> None:
     first, second = (list(itertools.islice(asks(CLOSED, 3), 4)) for _ in range(2))
     assert first == second
     assert len({ask.prompt for ask in first}) == 4
+
+
+def test_another_attempt_asks_the_same_with_other_tokens() -> None:
+    asked = mixed(2.0, 20.0, 7)
+    again = unlike(asked, 1)
+    assert unlike(asked, 0) == asked
+    assert [(ask.at_s, len(ask.prompt), ask.kind) for ask in again] == [
+        (ask.at_s, len(ask.prompt), ask.kind) for ask in asked
+    ]
+    assert not {ask.prompt[:16] for ask in asked} & {ask.prompt[:16] for ask in again}
+    assert all(TOKEN_IDS[0] <= token < TOKEN_IDS[1] for ask in again for token in ask.prompt)
+    shared = [Ask(0.0, (*range(500, 516), tail), 4) for tail in (200, 300)]
+    one, other = (ask.prompt for ask in unlike(shared, 3))
+    assert one[:16] == other[:16], "what they share is in a cache, as it was"
+    assert one[16] != other[16]
 
 
 def test_the_mix_is_35_long_ones_in_155() -> None:

@@ -287,7 +287,7 @@ def test_no_process_of_ray_survives(tmp_path: Path, way: str) -> None:
     done = subprocess.run(owner, capture_output=True, text=True, timeout=60, check=True)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60.0
     while _live(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _live(pids)

@@ -424,7 +424,7 @@ async def _call(inner: ASGIApp, seen: list[Message], *then: Message) -> None:
         seen.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/x", "headers": [], "asgi": {"version": "3.0"}}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await Gateway(inner, IngressConfig(), Control())(scope, incoming.get, send)
 
 

@@ -173,7 +173,7 @@ async def running(model_path: Path) -> AsyncIterator[Server]:
     yield server
     await server.http.aclose()
     llm.shutdown()
-    await asyncio.wait([llm.output_handler], timeout=5)
+    await asyncio.wait([llm.output_handler], timeout=60)
     assert llm.output_handler.done()
 
 
@@ -453,7 +453,7 @@ async def test_a_client_that_leaves_aborts_its_sessions(server: Server, stream: 
         "headers": [(b"content-type", b"application/json")],
     }
     call = asyncio.ensure_future(server.gateway(scope, incoming.get, send))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for _ in range(n):
             await server.core.added.acquire()
         if how == "disconnect":

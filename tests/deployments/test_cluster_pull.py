@@ -32,7 +32,7 @@ from deployments.messages import (
 from deployments.request_context import RequestContext, current
 from deployments.wire import OutputSender
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 PROMPT = [5, 6, 7]
 WHERE = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_port": 7}
 P, D = (

@@ -14,7 +14,7 @@ from ray.serve._private import replica as serve_replica
 from deployments import drain as drain_module
 from deployments.drain import drain
 
-LONG_S, WAIT_S = 1000.0, 20.0
+LONG_S, WAIT_S = 1000.0, 60.0
 
 
 class Leaver:

@@ -61,7 +61,7 @@ def redis_server(directory: Path) -> Iterator[tuple[str, str]]:
         yield f"{HOST}:{port}", password
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def ray_head(redis: tuple[str, str], directory: Path, marker: str) -> Iterator[R
 def kill_all(marker: str) -> None:
     """Kill every process of the run, and those that they start meanwhile: also children that write their title over
     their environment, as the dashboard's do."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while left := processes(marker):
         assert time.monotonic() < deadline, f"these do not end: {left}"
         for pid in set(left).union(*(descendants(pid) for pid in left)):
@@ -124,7 +124,7 @@ class Gcs:
         pairs = (entry.partition(b"=") for entry in _strings(pid, "environ"))
         self.environment = tuple((name, value) for name, _, value in pairs)
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while self._pids():
             assert time.monotonic() < deadline, "the GCS does not end"
             time.sleep(0.01)
@@ -142,7 +142,7 @@ class Gcs:
     def close(self) -> None:
         if self.again is not None:
             self.again.kill()
-            self.again.wait(10)
+            self.again.wait(60)
 
     def _pids(self) -> list[int]:
         return [pid for pid, line in processes(self.marker).items() if line.split()[0].endswith("/gcs_server")]

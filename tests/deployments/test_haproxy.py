@@ -29,7 +29,7 @@ def run(folder: Path, configuration: str, *arguments: str) -> tuple[str, list[st
         files.mkdir()
         variables = haproxy_environment("127.0.0.1", range(9101, 9110), files)
     command = [variables["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file), *arguments]
-    called = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+    called = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     return file.read_text(), called.splitlines()
 
 

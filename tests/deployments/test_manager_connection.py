@@ -138,7 +138,7 @@ async def stage(no_leaks: None) -> AsyncIterator[Stage]:
 
 
 async def until(look: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not look():
             await asyncio.sleep(0.002)
 
@@ -254,7 +254,7 @@ async def test_a_manager_that_leaves_does_not_wait_for_ever(stage: Stage, monkey
     viewing = asyncio.create_task(client.view(3600.0))
     await until(lambda: stage.asked == 1 and stage.servers[0]._connections)
     await asyncio.sleep(0.01)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await stage.servers[0].leave()
         with pytest.raises(Unavailable):
             await viewing
@@ -323,7 +323,7 @@ async def test_who_says_what_no_caller_says_is_cut_off(stage: Stage, said: bytes
     host, _, port = stage.servers[0].address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(said)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await reader.read() == b""
     writer.close()
     assert (await stage.client().view(0.0)).snapshots

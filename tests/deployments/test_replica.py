@@ -35,7 +35,7 @@ from deployments.messages import (
 from deployments.replica import FINISHED_KEPT, Identity, Replica
 from deployments.wire import OutputReceiver
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 LEASE_S = 0.8
 INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
 

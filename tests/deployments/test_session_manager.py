@@ -309,7 +309,7 @@ async def test_a_manager_that_has_been_restarted_listens_first(monkeypatch: pyte
     assert not view.done()
     await cluster.report(replace(D0, endpoints=("d",)), sessions=("theirs",), reservations=(Reservation(5),))
     cluster.clock.now_s += 0.2
-    answer = await asyncio.wait_for(waiting, 5.0)
+    answer = await asyncio.wait_for(waiting, 60.0)
     assert isinstance(answer, Admit)
     assert answer.placement.mode is Mode.DISAGGREGATED
     assert {snapshot.replica_id for snapshot in (await view).snapshots} == {"p0", "d0"}

@@ -202,7 +202,7 @@ def test_a_paused_process_uses_no_cpu(busy: subprocess.Popen[bytes]) -> None:
     time.sleep(0.1)
     assert cpu_s([busy.pid]) == before_s
     resume([busy.pid])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while cpu_s([busy.pid]) == before_s:
         assert time.monotonic() < deadline
 
@@ -212,7 +212,7 @@ def test_the_guard_ends_even_a_paused_process(busy: subprocess.Popen[bytes]) -> 
     guard.watch([busy.pid])
     pause([busy.pid])
     guard.close()
-    assert busy.wait(10) == -signal.SIGKILL
+    assert busy.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.engine

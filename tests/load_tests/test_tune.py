@@ -170,7 +170,7 @@ async def test_an_engine_that_does_not_start_leaves_nothing(monkeypatch: pytest.
     with pytest.raises(EngineError, match="no memory"):
         async with solo_module.solo(config_of(), "prefill", 1):
             pass
-    assert broken.child.wait(20) == -signal.SIGKILL
+    assert broken.child.wait(60) == -signal.SIGKILL
     assert "OF_THE_POOL" not in os.environ
 
 

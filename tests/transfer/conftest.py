@@ -18,7 +18,7 @@ from transfer.plane import InProcessPlane, Plane
 from transfer.prefill_side import Chunk
 
 LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 64, 4, 32
-SECRET, WAIT_S = "a secret of the tests", 10.0
+SECRET, WAIT_S = "a secret of the tests", 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -272,7 +272,7 @@ def test_a_thread_that_does_not_end_is_given_up_and_said_where_it_is(
     assert "did not end" in caplog.text
     assert "in hang" in caplog.text
     stuck.set()
-    prefill.channel._thread.join(10)
+    prefill.channel._thread.join(60)
     os.close(prefill.channel._wake)
 
 

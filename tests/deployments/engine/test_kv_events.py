@@ -16,7 +16,7 @@ from transfer.blocks import chained_hashes
 
 TOKENS = list(range(100, 140))
 HASHES = chained_hashes(TOKENS, 10)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def stored(first: int, *names: int, parent: int | None = None, **rest: Any) -> BlockStored:

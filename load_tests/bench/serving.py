@@ -92,9 +92,9 @@ async def measure(peer: Peer, options: argparse.Namespace, number: int, results:
         while not tries or (len(tries) < options.tries and tries[-1][0]["stolen_share"] > options.most_stolen):
             stolen.share()
             row, answers = await once(len(tries))
-            tries.append((row | {"stolen_share": rounded(stolen.share()), "tries": len(tries) + 1}, answers))
+            tries.append((row | {"stolen_share": rounded(stolen.share())}, answers))
         row, answers = min(tries, key=lambda each: each[0]["stolen_share"])
-        results.add(number, peer.name, work, load, row, answers)
+        results.add(number, peer.name, work, load, row | {"tries": len(tries)}, answers)
 
     async with Client(peer.urls, peer.model) as client:
 

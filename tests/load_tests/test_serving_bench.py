@@ -81,7 +81,7 @@ LOADS = ("mixed-20", "closed-2")
 
 @pytest.mark.parametrize(
     ("shares", "kept"),
-    [((0.01,), (0.01, 1)), ((0.3, 0.05), (0.05, 2)), ((0.3, 0.2, 0.4), (0.2, 2))],
+    [((0.01,), (0.01, 1)), ((0.3, 0.05), (0.05, 2)), ((0.3, 0.2, 0.4), (0.2, 3))],
     ids=["quiet", "quiet the second time", "never quiet"],
 )
 async def test_what_neighbours_disturb_is_tried_again(

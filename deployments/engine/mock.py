@@ -25,10 +25,10 @@ from deployments.engine.mock_memory import KV_BYTES, MockMemory
 from deployments.engine.mock_scheduler import MockScheduler, Plan
 from deployments.engine.mock_sequence import Sequence
 from deployments.engine.mock_wire import FinishReason, decode_request, encode_outputs
-from deployments.engine.prompt_share import prompt_share
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.latency import Coefficients
+from deployments.policy.prompt_share import prompt_share
 from transfer.blocks import blocks_for
 from transfer.channel import Channel
 from transfer.control import FirstToken, Seal

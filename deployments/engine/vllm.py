@@ -40,10 +40,10 @@ from vllm.version import __version__ as vllm_version
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
-from deployments.engine.prompt_share import prompt_share
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.latency import ModelShape, roofline
+from deployments.policy.prompt_share import prompt_share
 from transfer.answered import AnsweredRequests, count_answered
 from transfer.lifeline import die_with_parent
 from transfer.step_clock import StepClock

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 from configs.schema import BatonConfig
-from deployments.engine.prompt_share import prompt_share
 from deployments.messages import ReplicaInfo, Role
+from deployments.policy.prompt_share import prompt_share
 from load_tests.simulator.links import Nic
 from load_tests.simulator.metrics import Classes
 from load_tests.simulator.profiles import Cluster, Pool

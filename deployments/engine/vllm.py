@@ -171,7 +171,7 @@ class VllmEngine:
             **config.engine_args,
         )
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if self._role is Role.DECODE and "long_prefill_token_threshold" not in config.engine_args:
+        if "long_prefill_token_threshold" not in config.engine_args:
             scheduler = vllm_config.scheduler_config
             scheduler.long_prefill_token_threshold = prompt_share(
                 self._role, scheduler.max_num_batched_tokens, scheduler.max_num_seqs

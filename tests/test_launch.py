@@ -257,9 +257,9 @@ def signals_restored() -> Any:
 _STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print("up", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 _OWNER = f"""
 import os, sys, time
@@ -287,10 +287,14 @@ def test_no_process_of_ray_survives(tmp_path: Path, way: str) -> None:
     done = subprocess.run(owner, capture_output=True, text=True, timeout=60, check=True)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 60.0
-    while _live(pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _live(pids)
+    try:
+        deadline = time.monotonic() + 60.0
+        while _live(pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _live(pids)
+    finally:
+        for pid in _live(pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _live(pids: list[int]) -> list[int]:

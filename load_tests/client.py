@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-REQUEST_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 600.0
 FAILED_PAUSE_S = 0.1
 
 

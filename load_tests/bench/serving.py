@@ -16,9 +16,10 @@ every round, in an order that turns.
 
 **What is asked.** `mixed.<rate>`: open loop, so many requests per second for `--seconds`: prompts of 1,000 tokens with
 answers of 8 (35 of 155) among prompts of 40 with answers of 60, Poisson arrivals (`--arrivals bursts`: herds of
-eight). `closed.<n>`: n requests at any time, 256 tokens and an answer of 32; what is counted begins after a quarter of
-`--seconds`. `--trace azure`: `trace.<rate>`, a trace's requests at those rates. Prompts are random tokens: no cache has
-them. Every peer is asked the same in a round; rounds differ. Before, a warm-up that is not counted.
+eight). `closed.<n>`: n requests at any time, 256 tokens and an answer of 32, for `--closed-seconds`; what is counted
+begins after a quarter of that. `--trace azure`: `trace.<rate>`, a trace's requests at those rates. Prompts are random
+tokens: no cache has them. Every peer is asked the same in a round; rounds differ. Before, a warm-up that is not
+counted.
 
 **Objectives**, stated here and before any run: a short request's first token within 0.5 s and a long one's within 4 s;
 for both a token every 50 ms on average. `--slower 3`: all of them times three, on a machine a third as fast as the
@@ -110,7 +111,7 @@ async def measure(peer: Peer, options: argparse.Namespace, number: int, results:
         async def closed_once(concurrency: int, attempt: int) -> tuple[Row, list[Answer]]:
             # What one loop asked, a cache has in the next.
             source = asks(CLOSED, (seed * MOST_TRIES + attempt) * MOST_CONCURRENCY + concurrency)
-            begin_s, end_s = seconds / 4, 1.25 * seconds
+            begin_s, end_s = options.closed_seconds / 4, 1.25 * options.closed_seconds
             answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
             return closed_row(answers, begin_s, end_s), answers
 
@@ -152,6 +153,7 @@ def _asked(options: argparse.Namespace, made: Settings) -> dict[str, Any]:
     return {
         "rounds": options.rounds,
         "seconds": options.seconds,
+        "closed_seconds": options.closed_seconds,
         "seed": options.seed,
         "arrivals": options.arrivals,
         "trace": options.trace.name if options.trace else None,
@@ -172,7 +174,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rates", type=_numbers, default=[0.8, 1.55, 2.3], help="requests per second; empty: none")
     parser.add_argument("--concurrency", type=_integers, default=[16, 64], help="of the closed loops; empty: none")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of every load")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of every open loop")
+    parser.add_argument("--closed-seconds", type=float, help="of every closed loop; --seconds")
     parser.add_argument("--arrivals", choices=ARRIVALS, default="poisson")
     parser.add_argument("--tries", type=int, default=1, help="of a load that neighbours disturb, at most")
     parser.add_argument(
@@ -191,6 +194,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 1 <= options.tries < MOST_TRIES:
         parser.error(f"--tries must be from 1 to {MOST_TRIES - 1}")
+    options.closed_seconds = options.closed_seconds or options.seconds
     if wrong := set(options.peers) - set(PEERS):
         parser.error(f"no peer {sorted(wrong)}; there are {', '.join(PEERS)}")
     return options

@@ -47,6 +47,7 @@ def test_serving_gives_medians_ratios_and_failures(
         "--rates=20",
         "--concurrency=2",
         "--seconds=1",
+        "--closed-seconds=2",
         "--slower=2",
         f"--out={tmp_path / 'runs'}",
     ]
@@ -74,6 +75,8 @@ def test_serving_gives_medians_ratios_and_failures(
     assert runs == {f"{n}-{peer}-{load}.json" for n in (1, 2) for peer in ("baton", "vllm") for load in LOADS}
     kept = json.loads((tmp_path / "runs" / "1-baton-mixed-20.json").read_text())
     assert {"kind", "due_s", "sent_s", "events", "error"} <= kept["answers"][0].keys()
+    looped = json.loads((tmp_path / "runs" / "1-baton-closed-2.json").read_text())
+    assert 1.3 < max(answer["due_s"] for answer in looped["answers"]) < 2.5, "--closed-seconds, and a quarter"
 
 
 LOADS = ("mixed-20", "closed-2")

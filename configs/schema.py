@@ -183,6 +183,7 @@ class WeightsConfig(Section):
     ttft: float = Field(1.0, ge=0, description="Until the first token.")
     decode: float = Field(1.0, ge=0, description="Of the request's own decoding.")
     others: float = Field(1.0, ge=0, description="That the request costs those who run beside it.")
+    later: float = Field(1.0, ge=0, description="Of a prefill queue: those who come later wait for this one as well.")
     late: float = Field(10.0, ge=0, description="Over an objective of its class.")
     memory_s: float = Field(0.2, ge=0, description="What a half full decode replica costs more than an empty one.")
     pin_s: float = Field(5.0, ge=0, description="Seconds that a conversation's last replicas are worth.")

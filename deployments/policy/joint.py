@@ -43,13 +43,14 @@ class Joint:
         weights, sessions, decode_s = here.settings.weights, _decoding(here.columns(role)), _decode_s(here, role)
         outlook = here.outlook(role)
 
-        def cost_s(decode_s: Any, sessions: Any, prefill_s: Any) -> Any:
-            return decode_s + (weights.ttft + weights.others * sessions) * prefill_s
+        def cost_s(decode_s: Any, sessions: Any, prefill_s: Any, beside_s: Any) -> Any:
+            return decode_s + weights.ttft * prefill_s + weights.others * sessions * beside_s
 
-        least_s = float(cost_s(decode_s[owners].min(), sessions[owners].min(), outlook.uncached_prefill_s))
+        uncached_s = outlook.uncached_prefill_s, outlook.uncached_beside_s
+        least_s = float(cost_s(decode_s[owners].min(), sessions[owners].min(), *uncached_s))
         if outlook.hit_rows.size and (able := owners[outlook.hit_rows]).any():
             rows = outlook.hit_rows[able]
-            with_hit_s = cost_s(decode_s[rows], sessions[rows], outlook.hit_prefill_s[able])
+            with_hit_s = cost_s(decode_s[rows], sessions[rows], outlook.hit_prefill_s[able], outlook.hit_beside_s[able])
             least_s = min(least_s, float(with_hit_s.min()))
         return least_s - (weights.pin_s if here.knowledge.pinned else 0.0)
 
@@ -63,10 +64,10 @@ class Joint:
         return int(rows[_pick(here, cost_s, here.columns(Role.DECODE)["free_blocks"][rows])])
 
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
-        """Prefill beside running requests makes each of them wait for it, but those whose own is yet to be computed."""
+        """Prefill beside running requests makes their steps longer, but for those whose own is yet to be computed."""
         weights, columns = here.settings.weights, here.columns(role)
         cost_s = _decode_s(here, role) + _first_token_s(here, role)
-        cost_s = cost_s + weights.others * _decoding(columns) * here.outlook(role).prefill_s
+        cost_s = cost_s + weights.others * _decoding(columns) * here.outlook(role).beside_s
         rows = np.flatnonzero(owners)
         at = _pick(here, cost_s[rows], columns["free_blocks"][rows])
         return Choice(int(rows[at]), None, float(cost_s[rows[at]]))
@@ -89,7 +90,7 @@ def _first_token_s(here: Field, role: Role) -> Numbers:
     """What it costs to have the prompt computed on each replica."""
     weights, outlook = here.settings.weights, here.outlook(role)
     ttft_s = outlook.queue_s + outlook.prefill_s
-    cost_s: Numbers = weights.ttft * ttft_s
+    cost_s: Numbers = weights.ttft * ttft_s + weights.later * outlook.queue_s
     if here.objectives[0] < np.inf:
         cost_s += weights.late * np.maximum(ttft_s - here.objectives[0], 0.0)
     return _pinned(here, role, cost_s)

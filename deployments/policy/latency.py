@@ -48,10 +48,14 @@ class Coefficients(NamedTuple):
 
         `cached_tokens` of its `tokens` are in the cache; the last one is computed in any case.
         """
+        steps = -(-(tokens - min(cached_tokens, tokens - 1)) // chunk_tokens)
+        return self.base_s * steps + self.beside_s(tokens, cached_tokens)
+
+    def beside_s(self, tokens: int, cached_tokens: int) -> float:
+        """The same without what steps take in any case: what the prompt adds to those of others who run there."""
         cached = min(cached_tokens, tokens - 1)
         new = tokens - cached
-        context = (tokens - 1 + cached) * new * 0.5
-        return self.base_s * -(-new // chunk_tokens) + self.prefill_token_s * new + self.prefill_context_s * context
+        return self.prefill_token_s * new + self.prefill_context_s * (tokens - 1 + cached) * new * 0.5
 
 
 @dataclass(frozen=True, slots=True)

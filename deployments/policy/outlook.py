@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 
 import numpy as np
 
-from deployments.fleet_view import Codes, Columns, Numbers
+from deployments.fleet_view import Codes, Columns, Kind, Numbers
 from deployments.messages import SessionRequest
+from deployments.policy.latency import Coefficients
 
 NO_ROWS: Codes = np.zeros(0, np.int64)
 NO_TOKENS: Numbers = np.zeros(0)
 TOKENS_BELOW = 1 << 32
 MANY = 16
 """Hits, from which on it is looked for those that are alike."""
+
+Number = Callable[[Coefficients, Kind, int], float]
+"""Of a kind of replicas, by how many of the prompt's tokens are cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +97,62 @@ class Outlook:
     @cached_property
     def prefill_s(self) -> Numbers:
         """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
-        tokens = self.request.prompt_tokens
-        column = self.columns.of_kinds(lambda steps, kind: steps.prefill_s(tokens, 0, kind.chunk_tokens))
+        column = self._of_kinds(self._prefill_s)
         if self.hit_rows.size:
             column[self.hit_rows] = self.hit_prefill_s
         return column
 
     @cached_property
     def hit_prefill_s(self) -> Numbers:
-        """The same of `hit_rows` only: of many, computed once for those of a kind that have as much."""
-        found = self.columns.kind[self.hit_rows] * TOKENS_BELOW + self.hit_tokens
-        if found.size > MANY:  # only there is it the quicker way
-            unlike, places = np.unique(found, return_inverse=True)
-            return np.array([self._hit_prefill_s(each) for each in unlike.tolist()])[places]
-        return np.array([self._hit_prefill_s(each) for each in found.tolist()])
+        """The same of `hit_rows` only."""
+        return self._of_hits(self._prefill_s)
 
-    def _hit_prefill_s(self, hit: float) -> float:
-        kind_number, cached_tokens = divmod(int(hit), TOKENS_BELOW)
-        steps, kind = self.columns.of_kind(kind_number)
+    @cached_property
+    def beside_s(self) -> Numbers:
+        """What computing it adds to the steps of those who run beside it: they take what they take in any case."""
+        column = self._of_kinds(self._beside_s)
+        if self.hit_rows.size:
+            column[self.hit_rows] = self.hit_beside_s
+        return column
+
+    @cached_property
+    def hit_beside_s(self) -> Numbers:
+        """The same of `hit_rows` only."""
+        return self._of_hits(self._beside_s)
+
+    def _prefill_s(self, steps: Coefficients, kind: Kind, cached_tokens: int) -> float:
         return steps.prefill_s(self.request.prompt_tokens, cached_tokens, kind.chunk_tokens)
+
+    def _beside_s(self, steps: Coefficients, kind: Kind, cached_tokens: int) -> float:
+        return steps.beside_s(self.request.prompt_tokens, cached_tokens)
+
+    def _of_kinds(self, number: Number) -> Numbers:
+        return self.columns.of_kinds(lambda steps, kind: number(steps, kind, 0))
+
+    def _of_hits(self, number: Number) -> Numbers:
+        unlike, places = self._unlike_hits
+        found = (divmod(int(hit), TOKENS_BELOW) for hit in unlike)
+        seconds = np.array([number(*self.columns.of_kind(kind), cached) for kind, cached in found])
+        return seconds if places is None else seconds[places]
+
+    @cached_property
+    def _unlike_hits(self) -> tuple[list[float], Codes | None]:
+        """Kind and cached tokens of `hit_rows` as one number; of many, those alike once, and the place of each."""
+        found = self.columns.kind[self.hit_rows] * TOKENS_BELOW + self.hit_tokens
+        if found.size <= MANY:  # where it is not the quicker way
+            return found.tolist(), None
+        unlike, places = np.unique(found, return_inverse=True)
+        return unlike.tolist(), places
 
     @property
     def uncached_prefill_s(self) -> float:
         """The least that it takes a replica that has nothing of the prompt."""
-        tokens = self.request.prompt_tokens
-        return self.columns.least_of_kinds(lambda steps, kind: steps.prefill_s(tokens, 0, kind.chunk_tokens))
+        return self.columns.least_of_kinds(lambda steps, kind: self._prefill_s(steps, kind, 0))
+
+    @property
+    def uncached_beside_s(self) -> float:
+        """The least that it adds there to the steps of others."""
+        return self.columns.least_of_kinds(lambda steps, kind: self._beside_s(steps, kind, 0))
 
     @cached_property
     def step_s(self) -> Numbers:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from load_tests.machine import Stolen
+from load_tests.machine import Stolen, autogroups
 
 
 def test_stolen_time_counts_from_when_it_was_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +18,11 @@ def test_stolen_time_counts_from_when_it_was_asked_last(monkeypatch: pytest.Monk
     assert stolen.share() == 0.5
     assert stolen.share() == 0, "no time has passed"
     assert stolen.share() == 0.75, "and guests' time is not counted twice"
+
+
+def test_whether_sessions_are_scheduled_as_groups_is_said(tmp_path: Path) -> None:
+    setting = tmp_path / "sched_autogroup_enabled"
+    assert autogroups(setting) is None
+    for text, said in (("1\n", True), ("0\n", False)):
+        setting.write_text(text)
+        assert autogroups(setting) is said

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
+from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig, WeightsConfig
 from deployments.messages import (
     Admit,
     CacheChange,
@@ -164,6 +164,31 @@ def test_a_short_prompt_is_prefilled_on_an_idle_decode_replica_when_prefill_is_b
     allocator.prefill_done("long", 1, 1.0)
     long = admitted(allocator, ask("long again", 8000), 1.0)
     assert long.mode is Mode.DISAGGREGATED, "thirty others would wait for it"
+
+
+def beside_sessions(prior: tuple[float, ...], sessions: int, busy_tokens: int, **weights: float) -> Allocator:
+    """So many sessions decode on `d0`, and `p0` has a prompt of `busy_tokens` to compute, from 60 s on."""
+    replicas = info("p0", prior=prior), info("d0", total_blocks=100_000, prior=prior)
+    allocator = allocator_of(*replicas, weights=WeightsConfig(**weights), snapshot_stale_s=600.0)
+    for number in range(sessions):
+        admitted(allocator, ask(f"decodes{number}", 20, allowed=(Mode.DECODE_LOCAL,)))
+        allocator.prefill_done(f"decodes{number}", 1, 1.0)
+    admitted(allocator, ask("computed", busy_tokens, allowed=(Mode.DISAGGREGATED,)), 60.0)
+    return allocator
+
+
+def test_a_prompt_beside_others_costs_them_what_it_adds_to_their_steps_which_they_take_anyway() -> None:
+    slow_steps, slow_tokens = (0.1, 1e-4, 0.0, 0.0, 0.0), (0.0, 0.1 / 20, 0.0, 0.0, 0.0)
+    for prior, mode in ((slow_steps, Mode.DECODE_LOCAL), (slow_tokens, Mode.DISAGGREGATED)):
+        allocator = beside_sessions(prior, sessions=20, busy_tokens=100, later=0.0)
+        assert admitted(allocator, ask("short", 20, 8), 60.0).mode is mode, "20 tokens take 0.1 s by themselves in both"
+
+
+def test_a_prefill_queue_costs_those_who_come_later_as_well() -> None:
+    for later, mode in ((0.0, Mode.DISAGGREGATED), (1.0, Mode.DECODE_LOCAL)):
+        allocator = beside_sessions(PRIOR, sessions=10, busy_tokens=6000, later=later)
+        # A queue of 0.66 s; on decode ten others would lose 0.1 s each.
+        assert admitted(allocator, ask("next", 1000), 60.0).mode is mode
 
 
 def test_steps_that_are_slower_than_the_prior_lengthen_the_forecast_and_are_trusted_after_some() -> None:

@@ -63,9 +63,12 @@ def test_hits_on_few_replicas_and_on_all_are_predicted_as_one_by_one(shared_bloc
         request, view = cluster.request(), cluster.allocator._live(cluster.now_s)
         columns = view.columns(Role.DECODE)
         outlook = Outlook(request, columns, cluster.allocator._knowledge(request), cluster.now_s)
-        for row, cached, seconds in zip(outlook.hit_rows, outlook.hit_tokens, outlook.hit_prefill_s, strict=True):
+        found = zip(outlook.hit_rows, outlook.hit_tokens, outlook.hit_prefill_s, outlook.hit_beside_s, strict=True)
+        for row, cached, prefill_s, beside_s in found:
             steps, kind = columns.of_kind(int(columns.kind[row]))
-            assert seconds == steps.prefill_s(request.prompt_tokens, int(cached), kind.chunk_tokens)
+            assert prefill_s == outlook.prefill_s[row]
+            assert prefill_s == steps.prefill_s(request.prompt_tokens, int(cached), kind.chunk_tokens)
+            assert beside_s == outlook.beside_s[row] == steps.beside_s(request.prompt_tokens, int(cached))
             assert outlook.cached_on(row) == cached
         sizes.add(len(outlook.hit_rows) > MANY)
     assert sizes == {shared_blocks > 0}

@@ -77,6 +77,21 @@ def typical_error(model: StepModel, true: Coefficients) -> float:
     return errors[len(errors) * 9 // 10]
 
 
+@pytest.mark.parametrize(("tokens", "cached", "chunk"), [(600, 128, 100), (40, 0, 256), (512, 512, 64)])
+def test_a_prompt_adds_to_the_steps_of_others_what_it_takes_alone_but_for_the_steps(
+    tokens: int, cached: int, chunk: int
+) -> None:
+    alone_s = added_s = 0.0
+    for begin in range(min(cached, tokens - 1), tokens, chunk):
+        new = min(chunk, tokens - begin)
+        context = new * begin + new * (new - 1) / 2
+        alone_s += PRIOR.step_s(new, context, 0, 0)
+        added_s += PRIOR.step_s(new, context, 8, 4000) - PRIOR.step_s(0, 0, 8, 4000)
+    assert PRIOR.prefill_s(tokens, cached, chunk) == pytest.approx(alone_s)
+    assert PRIOR.beside_s(tokens, cached) == pytest.approx(added_s)
+    assert added_s < alone_s
+
+
 def scaled(by: tuple[float, ...]) -> Coefficients:
     return Coefficients(*(value * factor for value, factor in zip(PRIOR, by, strict=True)))
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 WAIT_S = 60.0  # a bound, not an expectation: starting UCX on a busy machine takes seconds
+START_S = 300.0  # the same until a process first answers: its imports have taken over a minute beside starting engines
 LAYERS, BLOCK_BYTES_PER_LAYER = 3, 2 * 4096
 
 
@@ -29,6 +30,7 @@ class Remote:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self.answers: queue.Queue[str] = queue.Queue()
+        self.patience_s = START_S
         self.reader = threading.Thread(target=self._read, name="baton-test-reader")
         self.reader.start()
         self.seen: dict[str, dict[str, Any]] = {"received": {}, "broken": {}, "released": {}}
@@ -42,7 +44,9 @@ class Remote:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([method, arguments]) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.answers.get(timeout=WAIT_S))
+        answer = json.loads(self.answers.get(timeout=self.patience_s))
+        self.patience_s = WAIT_S
+        return answer
 
     def wait(self, kind: str, session: str) -> Any:
         """Wait for a result of a session, and fail at once when the channel dies, or what should arrive is broken."""

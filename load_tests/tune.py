@@ -122,9 +122,10 @@ def measured(config: BatonConfig, pool: str, variant: Mapping[str, Any], options
 
     Ends the program with a message where the variant makes it a wrong one.
     """
-    wide = {
+    wide: Row = {
         "max_num_seqs": options.sequences[-1] + 1,
         "max_num_batched_tokens": options.chunks[-1] + options.sequences[-1] + 1,
+        "engine_args": {"long_prefill_token_threshold": 0},  # a chunk is measured in one step, not in a prompt's share
     }
     arguments = config.model_dump(mode="json")
     group = arguments if pool == "prefill" else arguments["decode"]

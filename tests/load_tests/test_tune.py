@@ -274,3 +274,11 @@ def test_a_variant_that_is_no_configuration_says_so(
         tune.main(["--pools", "prefill", "--variant", '{"engine": {"threads": 2}}'])
     assert "threads" in str(ended.value)
     assert not formula, "it is said before anything is measured"
+
+
+def test_a_chunk_is_measured_in_one_step_though_a_prompt_on_decode_gets_half_of_one() -> None:
+    options = tune.parse(["--chunks", "256", "--sequences", "1,8"])
+    made = tune.measured(config_of(engine_args={"seed": 3}), "decode-main", {}, options)
+    engine = made.decode["main"].engine
+    assert engine.engine_args == {"seed": 3, "long_prefill_token_threshold": 0}
+    assert engine.max_num_batched_tokens >= 256 + 8

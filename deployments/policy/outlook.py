@@ -97,10 +97,7 @@ class Outlook:
     @cached_property
     def prefill_s(self) -> Numbers:
         """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
-        column = self._of_kinds(self._prefill_s)
-        if self.hit_rows.size:
-            column[self.hit_rows] = self.hit_prefill_s
-        return column
+        return self._column(self._prefill_s, self.hit_prefill_s)
 
     @cached_property
     def hit_prefill_s(self) -> Numbers:
@@ -110,10 +107,7 @@ class Outlook:
     @cached_property
     def beside_s(self) -> Numbers:
         """What computing it adds to the steps of those who run beside it: they take what they take in any case."""
-        column = self._of_kinds(self._beside_s)
-        if self.hit_rows.size:
-            column[self.hit_rows] = self.hit_beside_s
-        return column
+        return self._column(self._beside_s, self.hit_beside_s)
 
     @cached_property
     def hit_beside_s(self) -> Numbers:
@@ -126,10 +120,14 @@ class Outlook:
     def _beside_s(self, steps: Coefficients, kind: Kind, cached_tokens: int) -> float:
         return steps.beside_s(self.request.prompt_tokens, cached_tokens)
 
-    def _of_kinds(self, number: Number) -> Numbers:
-        return self.columns.of_kinds(lambda steps, kind: number(steps, kind, 0))
+    def _column(self, number: Number, of_hits: Numbers) -> Numbers:
+        column = self.columns.of_kinds(lambda steps, kind: number(steps, kind, 0))
+        column[self.hit_rows] = of_hits
+        return column
 
     def _of_hits(self, number: Number) -> Numbers:
+        if not self.hit_rows.size:
+            return NO_TOKENS
         unlike, places = self._unlike_hits
         found = (divmod(int(hit), TOKENS_BELOW) for hit in unlike)
         seconds = np.array([number(*self.columns.of_kind(kind), cached) for kind, cached in found])

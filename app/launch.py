@@ -40,6 +40,7 @@ from configs.schema import BatonConfig
 
 _RUN_DIR = Path(__file__).resolve().parent.parent / ".cache" / "run"
 _RAY_START_TIMEOUT_S, _RAY_STARTS = 300.0, 3
+_SHOWN_OF_A_LOG = 1500
 _SHUTDOWN_TIMEOUT_S = 45.0
 _DASHBOARD_TIMEOUT_S = 60.0
 
@@ -97,6 +98,10 @@ class Launcher:
     def _check_ports(self, config: Mapping[str, Any]) -> bool:
         """Whether Ray has to be started. Says what is busy before anything starts."""
         http, ports = config["http_options"], self._ports
+        if len({http["port"], ports.gcs, ports.dashboard}) < 3:
+            raise LaunchError(
+                f"PORT {http['port']}, RAY_PORT {ports.gcs} and DASHBOARD_PORT {ports.dashboard} must be three ports"
+            )
         if not port_is_free(http["host"], http["port"]):
             raise LaunchError(f"port {http['port']} is busy; choose another with `make serve PORT=...`")
         if port_answers(ports.host, ports.gcs):
@@ -140,7 +145,8 @@ class Launcher:
                 time.sleep(0.5)
             self._say(f"Ray ended with status {status} while it started; see {log}")
             self._ray.stop()
-        raise LaunchError(f"Ray did not start in {_RAY_STARTS} tries; see {log}")
+        end = log.read_text(errors="replace")[-_SHOWN_OF_A_LOG:].strip()
+        raise LaunchError(f"Ray did not start in {_RAY_STARTS} tries; {log} ends with\n{end}")
 
     def _refuse_second_serve(self) -> None:
         """Deploying replaces every application of a cluster, and Serve's HTTP port is set once."""

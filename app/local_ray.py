@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 5.0
 _GIVEN_TO_NOBODY = range(20_000, 22_000)  # above those of Ray's workers, below those of ingresses (`app/haproxy.py`)
+_CLAIMS: list[socket.socket] = []
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -71,8 +72,8 @@ def start_command(ports: RayPorts, num_cpus: int) -> list[str]:
         f"--dashboard-host={ports.host}",
         f"--dashboard-port={ports.dashboard}",
         # Ray's fixed defaults for these two clash when a machine runs a second cluster.
-        f"--dashboard-agent-listen-port={free_port(ports.host)}",
-        f"--ray-client-server-port={free_port(ports.host)}",
+        f"--dashboard-agent-listen-port={free_port(ports.host, {ports.gcs, ports.dashboard})}",
+        f"--ray-client-server-port={free_port(ports.host, {ports.gcs, ports.dashboard})}",
         f"--num-cpus={num_cpus}",
         "--include-dashboard=true",
         "--disable-usage-stats",
@@ -178,18 +179,32 @@ def _reap() -> None:
             pass
 
 
-def free_port(host: str) -> int:
-    """A port of `host` that was free a moment ago, and that nobody takes who does not ask for it by its number.
+def free_port(host: str, but: Collection[int] = ()) -> int:
+    """A port of `host`, none of `but`, that was free a moment ago, and that nobody takes who does not ask for it by its
+    number: no other call gives it to anybody while this process lives.
 
     A port that the system chooses it may choose again for any process before it is listened on, minutes later.
     """
     ports = range(_GIVEN_TO_NOBODY.start, min(_GIVEN_TO_NOBODY.stop, _chosen_by_the_system().start))
     for port in random.sample(ports, len(ports)):
-        if port_is_free(host, port):
+        if port not in but and port_is_free(host, port) and _claim(port):
             return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _claim(port: int) -> bool:
+    """Whether this process now has a TCP port for itself among all that ask so: UDP's port of that number is its sign,
+    which the system takes back when the process ends."""
+    sign = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        sign.bind(("127.0.0.1", port))
+    except OSError:
+        sign.close()
+        return False
+    _CLAIMS.append(sign)
+    return True
 
 
 def _chosen_by_the_system() -> range:

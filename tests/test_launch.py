@@ -230,6 +230,29 @@ def test_a_free_port_is_given_to_nobody_else() -> None:
     ports = {free_port("127.0.0.1") for _ in range(50)}
     assert not ports & set(range(first, last + 1)), "nor by the system to whoever wants any"
     assert ports <= set(range(20_000, 22_000)), "nor by Ray to its workers, nor by Serve to ingresses"
+    assert len(ports) == 50
+
+
+def test_a_free_port_is_given_to_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = free_port("127.0.0.1")
+    few = range(given, given + 2)
+    ask = f"""
+from app import local_ray
+local_ray._GIVEN_TO_NOBODY = {few!r}
+print(local_ray.free_port("127.0.0.1"))
+"""
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert int(done.stdout) != given
+    monkeypatch.setattr(local_ray, "_GIVEN_TO_NOBODY", few)
+    assert free_port("127.0.0.1", {given + 1}) not in few
+
+
+def test_one_port_for_two_purposes_is_said_before_anything_starts(
+    config_path: Path, capsys: pytest.CaptureFixture[str], signals_restored: None
+) -> None:
+    ports = ["--port", "20002", "--ray-port", "20001", "--dashboard-port", "20001"]
+    assert launch.main(["--config", str(config_path), *ports]) == 1
+    assert "PORT 20002, RAY_PORT 20001 and DASHBOARD_PORT 20001 must be three ports" in capsys.readouterr().err
 
 
 def test_a_port_that_is_busy_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +343,8 @@ class StartedRay:
     stopped = 0
 
     def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: dict[str, str]) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("why it ended\n")
         self.logs.append(log)
         self._dies = len(self.logs) <= self.deaths
         self.log = log
@@ -333,8 +358,9 @@ class StartedRay:
 
 @pytest.mark.parametrize("deaths", [0, 2, 3])
 def test_a_ray_that_ends_while_it_starts_is_started_again(
-    deaths: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(launch, "_RUN_DIR", tmp_path)
     kind = type("Ray", (StartedRay,), {"deaths": deaths, "logs": []})
     monkeypatch.setattr(launch, "LocalRay", kind)
     monkeypatch.setattr(ServeApi, "answers", lambda api: True)
@@ -342,7 +368,7 @@ def test_a_ray_that_ends_while_it_starts_is_started_again(
     launcher = launch.Launcher(launch.parse_arguments([]))
     with launcher._exit:
         if deaths == 3:
-            with pytest.raises(LaunchError, match="did not start in 3 tries"):
+            with pytest.raises(LaunchError, match=r"did not start in 3 tries; .*-ray-3\.log ends with\nwhy it ended"):
                 launcher._start_ray(1)
         else:
             launcher._start_ray(1)

@@ -144,7 +144,12 @@ class GatedEngine(MockEngine):
         free = self._scheduler._free
         taken = tuple(free)
         free.clear()
-        return lambda: free.extend(taken)
+
+        def give_back() -> None:
+            free.extend(taken)
+            self._wake.set()
+
+        return give_back
 
 
 class ManagerPort:

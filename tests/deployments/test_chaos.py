@@ -14,7 +14,7 @@ from deployments.messages import SessionTask
 from load_tests.chaos.crowd import Crowd, Question, questions
 from load_tests.chaos.faults import KINDS, OFTEN, Faults
 from load_tests.chaos.messages import MESSAGE_FAULTS, disturbed
-from load_tests.control_plane import PREFILL, REPLICAS, SMALL, InProcess, config, in_process, until
+from load_tests.control_plane import LARGE, PREFILL, REPLICAS, SMALL, InProcess, config, in_process, until
 
 QUESTIONS, CLIENTS, FAULTS = 30, 24, 40
 HANDOFF_S = 0.5
@@ -63,6 +63,23 @@ async def test_the_pause_at_a_death_is_measured(cluster: InProcess) -> None:
     assert answer.tokens == asked.whole
     (pause_s,) = faults.pauses_s()
     assert 0 < pause_s <= answer.times_s[-1] - answer.times_s[0]
+    await cluster.settle()
+
+
+async def test_who_waits_for_blocks_has_them_once_they_are_back(cluster: InProcess) -> None:
+    """Nothing else happens meanwhile that would make the engine look."""
+    empties = [cluster.engines[decode].fill() for decode in (SMALL, LARGE)]
+    answer = await cluster.ask([1, 2, 3], max_tokens=3)
+
+    async def waits() -> bool:
+        return any(cluster.engines[decode]._scheduler.waiting for decode in (SMALL, LARGE))
+
+    await until(waits)
+    await asyncio.sleep(0.1)
+    for empty in empties:
+        empty()
+    await answer.over()
+    assert len(answer.tokens) == 3
     await cluster.settle()
 
 

@@ -62,9 +62,14 @@ def environment(config: BatonConfig, pool: str) -> dict[str, str]:
     engine, resources = config.pools[pool].engine, config.pools[pool].resources
     variables: dict[str, str] = {}
     if isinstance(engine, VllmEngineConfig):
-        if engine.enforce_eager and not resources.num_gpus:
-            # What vLLM compiles even so (log probabilities, split embeddings) costs a first request 15 s each on CPU.
-            variables["TORCH_COMPILE_DISABLE"] = "1"
+        if not resources.num_gpus:
+            if engine.enforce_eager:
+                # What vLLM compiles even so (log probabilities, split embeddings): 15 s each of a first request on CPU.
+                variables["TORCH_COMPILE_DISABLE"] = "1"
+            else:
+                # What vLLM 0.32 stores of a model compiled for CPU it cannot load, and it compiles again for minutes at
+                # every start. Without that, what torch stores itself is found.
+                variables["VLLM_USE_AOT_COMPILE"] = "0"
         variables |= {
             "OMP_NUM_THREADS": str(engine.omp_threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

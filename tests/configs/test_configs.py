@@ -73,7 +73,7 @@ def deployments(application: Application) -> dict[str, Any]:
 
 def test_the_files_that_the_main_job_needs_are_there() -> None:
     names = {path.stem for path in CONFIGS}
-    assert names >= {"cpu", "cpu-1p1d", "gpu-1p1d", "gpu-heterogeneous", "multi-node", "mock"}
+    assert names >= {"cpu", "cpu-1p1d", "cpu-compiled", "gpu-1p1d", "gpu-heterogeneous", "multi-node", "mock"}
 
 
 @each_config
@@ -310,5 +310,9 @@ def test_pools_of_one_application_may_be_unlike() -> None:
     assert variables["OMP_NUM_THREADS"] == "3", "the pool's own wins"
     assert "TORCH_COMPILE_DISABLE" not in variables, "on CPU only"
     assert environment(BatonConfig.model_validate(whole), "prefill")["TORCH_COMPILE_DISABLE"] == "1"
+    whole["prefill"]["engine"]["enforce_eager"] = False
+    compiled = environment(BatonConfig.model_validate(whole), "prefill")
+    assert "TORCH_COMPILE_DISABLE" not in compiled
+    assert compiled["VLLM_USE_AOT_COMPILE"] == "0", "vLLM 0.32 cannot load it on CPU"
     scaling = big._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)

@@ -41,6 +41,7 @@ from vllm.version import __version__ as vllm_version
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
+from deployments.engine.sockets import socket_folder
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.latency import ModelShape, roofline
 from deployments.policy.prompt_share import prompt_share
@@ -94,11 +95,13 @@ class VllmEngine:
 
     async def start(self) -> EngineInfo:
         loop = asyncio.get_running_loop()
-        try:
-            client = await loop.run_in_executor(None, self._launch)
-        except (RuntimeError, TypeError, ValueError, TimeoutError) as error:
-            raise EngineError(f"the engine did not start: {error}") from error
-        self._client = client
+        with socket_folder():
+            try:
+                client = await loop.run_in_executor(None, self._launch)
+            except (RuntimeError, TypeError, ValueError, TimeoutError) as error:
+                raise EngineError(f"the engine did not start: {error}") from error
+            self._client = client
+            await self._rpc("check_health")  # an answer: every socket is connected
         self._events.drain()  # which subscribes: the engine's publisher is up
         vllm_config = client.vllm_config
         self._total_blocks = int(vllm_config.cache_config.num_gpu_blocks or 0)

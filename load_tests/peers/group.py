@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,9 @@ class Group:
     def __init__(self, name: str, directory: Path, environment: Mapping[str, str]) -> None:
         adopt_orphans(True)
         self.name, self._directory = name, directory
-        self._environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | dict(environment)
+        self._sockets = tempfile.TemporaryDirectory(prefix="baton-")  # of vLLM's, which it leaves behind
+        ours = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        self._environment = ours | {"VLLM_RPC_BASE_PATH": self._sockets.name} | dict(environment)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._guard = Guard()
         self._watched: set[int] = set()
@@ -122,6 +125,7 @@ class Group:
                 raise PeerError(f"{self.name}: still there: {sorted(left)}")
             time.sleep(0.1)
         self._guard.close()
+        self._sockets.cleanup()
         adopt_orphans(False)
 
     def _watch(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,19 @@ STOP, LENGTH, ERROR = 0, 1, 3
 def computed(steps: list[Step]) -> list[StepSample]:
     """What an engine said of its steps."""
     return [sample for step in steps for sample in step.steps]
+
+
+def named_sockets() -> list[Path]:
+    """The files of this process's Unix sockets."""
+    ours = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = [Path(fields[7]) for fields in sockets if len(fields) > 7 and f"socket:[{fields[6]}]" in ours]
+    return [path for path in paths if path.exists()]
+
+
+async def test_a_started_engine_has_no_socket_with_a_name(engine_pair: Any) -> None:
+    """Whoever is killed would leave it behind."""
+    assert not named_sockets()
 
 
 async def test_a_request_ends_with_max_tokens(engine_pair: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import weakref
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -41,10 +43,12 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.worker_base import WorkerBase
 from vllm.version import __version__
 
 from deployments.cluster_core import _FINISH, ClusterCore, traits
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvents
+from deployments.engine.sockets import FOLDER, socket_folder
 from deployments.engine.vllm import IN_PROCESS, NixlConnector, VllmEngine
 from transfer.answered import AnsweredRequests
 from transfer.connector import BatonConnector, _take_ascending
@@ -71,6 +75,15 @@ CONNECTOR_HOOKS = {
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def test_sockets_are_made_where_the_environment_says() -> None:
+    with socket_folder():
+        assert get_open_zmq_ipc_path().startswith(f"ipc://{os.environ[FOLDER]}/")
+
+
+def test_workers_answer_whether_they_are_well() -> None:
+    assert list(inspect.signature(WorkerBase.check_health).parameters) == ["self"]
 
 
 def test_the_engine_core_has_an_input_queue_before_its_scheduler() -> None:

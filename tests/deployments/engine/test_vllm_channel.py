@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.sampling_params import RepetitionDetectionParams
 
@@ -75,7 +77,10 @@ async def cluster(
     os.environ.update(environment(config, "prefill"))
     made = RealEngines(config)
     try:
-        await made.start(PREFILL, SMALL, *[LARGE for _ in large])
+        replicas = [PREFILL, SMALL, *[LARGE for _ in large]]
+        together = [replicas] if prefill.engine.enforce_eager else [[each] for each in replicas]
+        for each in together:  # of compiled ones the second finds what the first has compiled
+            await made.start(*each)
         yield made
     finally:
         await made.close()
@@ -119,6 +124,16 @@ async def test_any_block_size_and_chunk(model: Path, block_size: int, chunk: int
     shape = pool(block_size=block_size, max_num_batched_tokens=chunk)
     async with cluster(model, shape, shape) as engines:
         await check(engines, [1, 15, 16, 17, 255, 256, 300], block_size)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPU with a C++ compiler")
+async def test_compiled_engines_write_layers_as_eager_ones_do(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    # Read from the variable when torch was imported; what is set as usual holds in this thread only.
+    monkeypatch.setattr(torch._dynamo.config._config["disable"], "default", False)
+    compiled = pool(enforce_eager=False)
+    async with cluster(model, compiled, compiled) as engines:
+        await check(engines, [1, 33, 64, 200, 300], block_size=32)
 
 
 async def test_a_long_prompt_on_decode_leaves_room_for_others(model: Path) -> None:

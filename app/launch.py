@@ -98,10 +98,6 @@ class Launcher:
     def _check_ports(self, config: Mapping[str, Any]) -> bool:
         """Whether Ray has to be started. Says what is busy before anything starts."""
         http, ports = config["http_options"], self._ports
-        if len({http["port"], ports.gcs, ports.dashboard}) < 3:
-            raise LaunchError(
-                f"PORT {http['port']}, RAY_PORT {ports.gcs} and DASHBOARD_PORT {ports.dashboard} must be three ports"
-            )
         if not port_is_free(http["host"], http["port"]):
             raise LaunchError(f"port {http['port']} is busy; choose another with `make serve PORT=...`")
         if port_answers(ports.host, ports.gcs):
@@ -114,6 +110,10 @@ class Launcher:
                 raise LaunchError("PROXY is for a Ray of our own: where Ray is started, set RAY_SERVE_ENABLE_HA_PROXY")
             self._say(f"using the Ray cluster at {ports.host}:{ports.gcs}")
             return False
+        if len({http["port"], ports.gcs, ports.dashboard}) < 3:
+            raise LaunchError(
+                f"PORT {http['port']}, RAY_PORT {ports.gcs} and DASHBOARD_PORT {ports.dashboard} must be three ports"
+            )
         if not port_is_free(ports.host, ports.gcs):
             raise LaunchError(f"no Ray cluster answers at {ports.host}:{ports.gcs}")
         if not port_is_free(ports.host, ports.dashboard):

@@ -241,7 +241,7 @@ from app import local_ray
 local_ray._GIVEN_TO_NOBODY = {few!r}
 print(local_ray.free_port("127.0.0.1"))
 """
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=60)
     assert int(done.stdout) != given
     monkeypatch.setattr(local_ray, "_GIVEN_TO_NOBODY", few)
     assert free_port("127.0.0.1", {given + 1}) not in few
@@ -250,9 +250,10 @@ print(local_ray.free_port("127.0.0.1"))
 def test_one_port_for_two_purposes_is_said_before_anything_starts(
     config_path: Path, capsys: pytest.CaptureFixture[str], signals_restored: None
 ) -> None:
-    ports = ["--port", "20002", "--ray-port", "20001", "--dashboard-port", "20001"]
+    http, ray = free_port("127.0.0.1"), free_port("127.0.0.1")
+    ports = ["--port", str(http), "--ray-port", str(ray), "--dashboard-port", str(ray)]
     assert launch.main(["--config", str(config_path), *ports]) == 1
-    assert "PORT 20002, RAY_PORT 20001 and DASHBOARD_PORT 20001 must be three ports" in capsys.readouterr().err
+    assert f"PORT {http}, RAY_PORT {ray} and DASHBOARD_PORT {ray} must be three ports" in capsys.readouterr().err
 
 
 def test_a_port_that_is_busy_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ FOLDER = "VLLM_RPC_BASE_PATH"
 
 _lock = threading.Lock()
 _starting = 0
-_made: contextlib.ExitStack | None = None
+_made = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -21,35 +21,24 @@ def socket_folder() -> Iterator[None]:
 
     What is connected by then needs no name: an end, a kill included, leaves nothing.
     """
-    _enter()
+    global _starting
+    with _lock:
+        if not _starting:
+            chosen = os.environ.get(FOLDER)
+            folder = _made.enter_context(tempfile.TemporaryDirectory(prefix="baton-", dir=chosen))
+            _made.callback(_set, chosen)
+            _set(folder)
+        _starting += 1
     try:
         yield
     finally:
-        _leave()
+        with _lock:
+            _starting -= 1
+            if not _starting:
+                _made.close()
 
 
-def _enter() -> None:
-    global _starting, _made
-    with _lock:
-        if _made is None:
-            _made = contextlib.ExitStack()
-            _made.callback(_restore, os.environ.get(FOLDER))
-            folder = tempfile.TemporaryDirectory(prefix="baton-", dir=os.environ.get(FOLDER))
-            os.environ[FOLDER] = _made.enter_context(folder)
-        _starting += 1
-
-
-def _leave() -> None:
-    global _starting, _made
-    with _lock:
-        _starting -= 1
-        if not _starting and _made is not None:
-            made, _made = _made, None
-            made.close()
-
-
-def _restore(folder: str | None) -> None:
-    if folder is None:
-        os.environ.pop(FOLDER, None)
-    else:
+def _set(folder: str | None) -> None:
+    os.environ.pop(FOLDER, None)
+    if folder is not None:
         os.environ[FOLDER] = folder

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -97,11 +98,10 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         with socket_folder():
             try:
-                client = await loop.run_in_executor(None, self._launch)
+                self._client = client = await loop.run_in_executor(None, self._launch)
+                await self._rpc("check_health")  # an answer: every socket is connected
             except (RuntimeError, TypeError, ValueError, TimeoutError) as error:
-                raise EngineError(f"the engine did not start: {error}") from error
-            self._client = client
-            await self._rpc("check_health")  # an answer: every socket is connected
+                raise EngineError(f"the engine did not start: {str(error) or repr(error)}") from error
         self._events.drain()  # which subscribes: the engine's publisher is up
         vllm_config = client.vllm_config
         self._total_blocks = int(vllm_config.cache_config.num_gpu_blocks or 0)
@@ -145,6 +145,8 @@ class VllmEngine:
 
     def _launch(self) -> AsyncMPClient:
         config = self._config
+        if not config.enforce_eager and current_platform.is_cpu() and not shutil.which(os.environ.get("CXX", "g++")):
+            raise ValueError("`enforce_eager: false` on CPU needs a C++ compiler: g++, or what CXX names")
         optional = {
             "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
             "max_num_batched_tokens": config.max_num_batched_tokens,

@@ -46,10 +46,14 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 from vllm.version import __version__
 
+from configs.schema import ChannelConfig, VllmEngineConfig
+from configs.schema import ModelConfig as BatonModel
 from deployments.cluster_core import _FINISH, ClusterCore, traits
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvents
+from deployments.engine.protocol import EngineError
 from deployments.engine.sockets import FOLDER, socket_folder
 from deployments.engine.vllm import IN_PROCESS, NixlConnector, VllmEngine
+from deployments.messages import Role
 from transfer.answered import AnsweredRequests
 from transfer.connector import BatonConnector, _take_ascending
 
@@ -80,6 +84,18 @@ def parameters(function: Any) -> list[str]:
 def test_sockets_are_made_where_the_environment_says() -> None:
     with socket_folder():
         assert get_open_zmq_ipc_path().startswith(f"ipc://{os.environ[FOLDER]}/")
+
+
+async def test_compiling_on_cpu_without_a_compiler_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = VllmEngineConfig(enforce_eager=False)
+    engine = VllmEngine(
+        config, BatonModel(), ChannelConfig(), model_path="", role=Role.DECODE, replica_id="d", secret="", host=""
+    )
+    with pytest.raises(EngineError, match=r"needs a C\+\+ compiler"):
+        await engine.start()
 
 
 def test_workers_answer_whether_they_are_well() -> None:

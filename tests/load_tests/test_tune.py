@@ -123,10 +123,10 @@ async def test_steps_are_those_of_so_many_sequences_and_no_others() -> None:
 
 
 async def test_steps_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solo_module, "STEP_TIMEOUT_S", 0.1)
     async with alone(FormulaEngine()) as engine:
         await engine.decoding(2, 256)
         await engine._core.engine.abort(engine._running)
+        monkeypatch.setattr(solo_module, "STEP_TIMEOUT_S", 0.1)
         with pytest.raises(SoloError, match="did not come"):
             await engine.beside(128)
 

@@ -5,8 +5,10 @@ stderr; the last line of stdout is one JSON object.
 
 **Who.** Each over an engine that computes nothing and takes `--step-s` for a step, whatever is in it. `baton`: the
 whole application, one prefill and one decode replica with mock engines whose steps hardly cost CPU
-(`engine.computes: false`), `placement.split` as `--split` says. `baton_serve_proxy`: the same with Serve's HTTP proxy
-in place of HAProxy (`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that streams events of
+(`engine.computes: false`), `--ingresses` of ingresses, and every prompt split (`placement.split: always`). `baton_auto`:
+the same with the default placement, for which prompts of 32 tokens are not worth splitting: one replica has all of a
+request, as in Ray Serve LLM's plain application. `baton_serve_proxy`: split, with Serve's HTTP proxy in place of HAProxy
+(`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that streams events of
 the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker computes nothing
 (`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker, one replica (its
 prefill-decode application has one hop and one engine more, and needs a real worker).
@@ -128,7 +130,7 @@ async def measure(peer: Peer, streams: int, seconds: float, step_s: float) -> di
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Every server in turn; one that fails is null, with the reason under `failures`."""
-    before, double = conditions(), Double(options.step_s, options.split, settings())
+    before, double = conditions(), Double(options.step_s, settings(), options.ingresses)
     by_streams: dict[str, dict[str, Any]] = {str(count): dict.fromkeys(options.peers) for count in options.streams}
     failures: dict[str, str] = {}
     for name in options.peers:
@@ -142,7 +144,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         except PeerError as error:
             print(f"  failed: {error}", file=sys.stderr, flush=True)
             failures[name] = str(error)[-500:]
-    asked = {"seconds": options.seconds, "step_s": options.step_s, "split": options.split}
+    asked = {"seconds": options.seconds, "step_s": options.step_s, "ingresses": options.ingresses}
     shape = {"prompt_tokens": SHAPE.prompt_tokens, "output_tokens": SHAPE.output_tokens}
     return {
         "benchmark": "overhead",
@@ -159,7 +161,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", type=_integers, default=[1, 32, 256, 1000], help="at once")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each number of streams")
     parser.add_argument("--step-s", type=float, default=0.02, help="that a step of every engine takes")
-    parser.add_argument("--split", choices=("always", "auto"), default="always", help="Baton's placement.split")
+    parser.add_argument("--ingresses", type=int, default=1, help="of Baton")
     options = parser.parse_args(arguments)
     if wrong := set(options.peers) - set(DOUBLES):
         parser.error(f"no server {sorted(wrong)}; there are {', '.join(DOUBLES)}")

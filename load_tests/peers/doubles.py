@@ -25,11 +25,11 @@ MOST_TOKENS = 256  # prompt and answer
 
 @dataclass(frozen=True)
 class Double:
-    """What the servers are started with. `split`: Baton's `placement.split`."""
+    """What the servers are started with. `ingresses`: of Baton."""
 
     step_s: float
-    split: str
     settings: Settings
+    ingresses: int = 1
 
 
 @contextlib.contextmanager
@@ -56,7 +56,11 @@ def _baton_serve_proxy(group: Group, double: Double, directory: Path) -> str:
     return _baton(group, double, directory, "--proxy=serve")
 
 
-def _baton(group: Group, double: Double, directory: Path, *more: str) -> str:
+def _baton_auto(group: Group, double: Double, directory: Path) -> str:
+    return _baton(group, double, directory, split="auto")
+
+
+def _baton(group: Group, double: Double, directory: Path, *more: str, split: str = "always") -> str:
     """`configs/mock.yaml` with one replica of each role, wide enough, and engines that compute nothing."""
     serve = yaml.safe_load((ROOT / "configs" / "mock.yaml").read_text())
     arguments = serve["applications"][0]["args"]
@@ -72,8 +76,8 @@ def _baton(group: Group, double: Double, directory: Path, *more: str) -> str:
         "max_num_batched_tokens": MOST_STREAMS * BLOCK_TOKENS,
     }
     pool = {"resources": {"num_cpus": 0.1}, "engine": engine}
-    arguments |= {"prefill": pool, "decode": {"main": pool}, "placement": {"split": double.split}}
-    arguments["ingress"] = {"max_ongoing_requests": 2 * MOST_STREAMS}
+    arguments |= {"prefill": pool, "decode": {"main": pool}, "placement": {"split": split}}
+    arguments["ingress"] = {"replicas": double.ingresses, "max_ongoing_requests": 2 * MOST_STREAMS}
     return run_baton(group, serve, directory, *more)
 
 
@@ -123,6 +127,7 @@ def _rayllm(group: Group, double: Double, directory: Path) -> str:
 
 DOUBLES: dict[str, Callable[[Group, Double, Path], str]] = {
     "baton": _baton,
+    "baton_auto": _baton_auto,
     "baton_serve_proxy": _baton_serve_proxy,
     "starlette": _starlette,
     "rayllm": _rayllm,

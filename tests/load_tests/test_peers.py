@@ -19,7 +19,7 @@ from load_tests.processes import descendants
 from load_tests.workloads import Shape, asks
 
 MADE = Settings({}, "model", "folder", {"max_model_len": 2048, "enforce_eager": True}, {"OMP_NUM_THREADS": "1"})
-DOUBLE = Double(0.005, "always", MADE)
+DOUBLE = Double(0.005, MADE)
 
 
 def test_arguments_become_options() -> None:

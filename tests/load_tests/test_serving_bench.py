@@ -31,7 +31,7 @@ def plain(name: str, made: Settings, directory: Path, pin: bool = True) -> Itera
     assert pin
     if name == "rayllm":
         raise PeerError("rayllm: did not start")
-    with doubles.started("starlette", Double(STEPS[name], "auto", made), directory) as peer:
+    with doubles.started("starlette", Double(STEPS[name], made), directory) as peer:
         yield Peer(name, peer.urls, peer.model, peer.ready_s, (0, 1), peer.group)
 
 

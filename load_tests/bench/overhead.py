@@ -5,13 +5,13 @@ stderr; the last line of stdout is one JSON object.
 
 **Who.** Each over an engine that computes nothing and takes `--step-s` for a step, whatever is in it. `baton`: the
 whole application, one prefill and one decode replica with mock engines whose steps hardly cost CPU
-(`engine.computes: false`), `--ingresses` of ingresses, and every prompt split (`placement.split: always`). `baton_auto`:
-the same with the default placement, for which prompts of 32 tokens are not worth splitting: one replica has all of a
-request, as in Ray Serve LLM's plain application. `baton_serve_proxy`: split, with Serve's HTTP proxy in place of HAProxy
-(`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that streams events of
-the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker computes nothing
-(`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker, one replica (its
-prefill-decode application has one hop and one engine more, and needs a real worker).
+(`engine.computes: false`), `--ingresses` of ingresses, and every prompt split (`placement.split: always`).
+`baton_auto`: the same with the default placement, for which prompts of 32 tokens are not worth splitting: one
+replica has all of a request, as in Ray Serve LLM's plain application. `baton_serve_proxy`: split, with Serve's HTTP
+proxy in place of HAProxy (`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that streams
+events of the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker computes
+nothing (`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker, one
+replica (its prefill-decode application has one hop and one engine more, and needs a real worker).
 
 **What is asked.** So many streams at any time, each followed by the next: prompts of 32 tokens, answers of 64, for
 `--seconds` after a quarter of that. The client is one process beside them on the same cores.

@@ -16,21 +16,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from deployments.processes import parents, stat
+
 GUARD_TIMEOUT_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def descendants(root: int) -> set[int]:
-    """Every process below `root`, itself excluded."""
-    parents, found = _parents(), {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {root}
-
-
 def children(root: int) -> set[int]:
     """Every process whose parent is `root`."""
-    return {pid for pid, parent in _parents().items() if parent == root}
+    return {pid for pid, parent in parents().items() if parent == root}
 
 
 def marked(entry: str) -> dict[int, str]:
@@ -67,7 +61,7 @@ def title(pid: int) -> str:
 
 def began(pid: int) -> str | None:
     """When a process began, which tells a number that is used again apart; None when it is gone."""
-    fields = _stat(pid)
+    fields = stat(pid)
     return fields[19] if fields else None
 
 
@@ -123,19 +117,6 @@ class Guard:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(GUARD_TIMEOUT_S)
-
-
-def _parents() -> dict[int, int]:
-    found = ((int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return {pid: int(fields[1]) for pid, fields in found if fields}
-
-
-def _stat(pid: int) -> list[str] | None:
-    """`/proc/PID/stat` from its third field on (state, parent, ...; the 20th is the start time); None: no process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

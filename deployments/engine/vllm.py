@@ -41,8 +41,8 @@ from vllm.version import __version__ as vllm_version
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
+from deployments.engine.names import names_until_started
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
-from deployments.engine.sockets import socket_folder
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.latency import ModelShape, roofline
 from deployments.policy.prompt_share import prompt_share
@@ -96,7 +96,7 @@ class VllmEngine:
 
     async def start(self) -> EngineInfo:
         loop = asyncio.get_running_loop()
-        with socket_folder():
+        with names_until_started():
             try:
                 self._client = client = await loop.run_in_executor(None, self._launch)
                 await self._rpc("check_health")  # an answer: every socket is connected

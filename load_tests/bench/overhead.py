@@ -6,12 +6,12 @@ stderr; the last line of stdout is one JSON object.
 **Who.** Each over an engine that computes nothing and takes `--step-s` for a step, whatever is in it. `baton`: the
 whole application, one prefill and one decode replica with mock engines whose steps hardly cost CPU
 (`engine.computes: false`), `--ingresses` of ingresses, and every prompt split (`placement.split: always`).
-`baton_auto`: the same with the default placement, for which prompts of 32 tokens are not worth splitting: one
-replica has all of a request, as in Ray Serve LLM's plain application. `baton_serve_proxy`: split, with Serve's HTTP
-proxy in place of HAProxy (`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that streams
-events of the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker computes
-nothing (`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker, one
-replica (its prefill-decode application has one hop and one engine more, and needs a real worker).
+`baton_unsplit`: the same where prompts of 32 tokens are too short to be split (`placement.split_min_prompt_tokens`):
+one replica has all of a request, as in Ray Serve LLM's plain application. `baton_serve_proxy`: split, with Serve's
+HTTP proxy in place of HAProxy (`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that
+streams events of the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker
+computes nothing (`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same
+worker, one replica (its prefill-decode application has one hop and one engine more, and needs a real worker).
 
 **What is asked.** So many streams at any time, each followed by the next: prompts of 32 tokens, answers of 64, for
 `--seconds` after a quarter of that. The client is one process beside them on the same cores.
@@ -21,7 +21,8 @@ daemons (raylet, GCS, dashboard, agents, the launcher), which `cpu_us_per_token_
 run inside the replicas and count. `requests_per_s`: that ended in the window; what a server can do, where the engine
 is not what holds it up: at 1,000 streams. `added_ms_p99`: of the gaps between tokens, less a step; tokens of one event
 count as one gap and gaps of nothing. `ttft_ms_p99`: has one step of the engine in it, or two where a prompt is split.
-`tokens_per_event`: above 1 when a server could not keep up and put several together.
+`tokens_per_event`: above 1 when a server could not keep up and put several together. `stolen_share`: of the machine's
+CPU time, what others on its host took.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from load_tests.client import Answer, Client, closed_loop
-from load_tests.machine import conditions
+from load_tests.machine import Stolen, conditions
 from load_tests.peers.doubles import DOUBLES, MOST_STREAMS, Double, started
 from load_tests.peers.group import PeerError
 from load_tests.peers.peers import Peer
@@ -117,15 +118,16 @@ def _millis(seconds: float | None) -> float | None:
 
 async def measure(peer: Peer, streams: int, seconds: float, step_s: float) -> dict[str, Any]:
     """One number of streams on one running server."""
-    source, begin_s, end_s = asks(SHAPE, streams), seconds / 4, 1.25 * seconds
+    source, begin_s, end_s, stolen = asks(SHAPE, streams), seconds / 4, 1.25 * seconds, Stolen()
     async with Client(peer.urls, peer.model) as client, asyncio.TaskGroup() as group:
         running = group.create_task(closed_loop(client, source.__next__, streams, end_s, ramp_s=begin_s))
         await asyncio.sleep(begin_s)
+        stolen.share()
         before, begun_s = usage(peer), client.now_s()
         await asyncio.sleep(end_s - begun_s)
-        after, ended_s = usage(peer), client.now_s()
+        after, ended_s, stolen_share = usage(peer), client.now_s(), stolen.share()
         answers = await running
-    return row(answers, begun_s, ended_s, used_between(before, after), step_s)
+    return row(answers, begun_s, ended_s, used_between(before, after), step_s) | {"stolen_share": rounded(stolen_share)}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

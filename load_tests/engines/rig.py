@@ -14,10 +14,11 @@ from deployments.engine.build import checkpoint, environment
 from deployments.engine.vllm import VllmEngine
 from deployments.messages import Role
 from deployments.model import DEFAULT_CACHE_DIR, resolve
+from deployments.processes import descendants
 from load_tests.application import free_port
 from load_tests.engines.nixl_engine import NixlEngine, settings
 from load_tests.engines.pair import BatonPair, Core, Pair, PullPair, PushPair
-from load_tests.processes import Guard, cpu_s, descendants, pause, resume
+from load_tests.processes import Guard, cpu_s, pause, resume
 
 SYSTEMS: dict[str, type[Pair]] = {"baton": BatonPair, "vllm_pull": PullPair, "vllm_push": PushPair}
 CONNECTORS = {"vllm_pull": "MeasuredPullConnector", "vllm_push": "MeasuredPushConnector"}

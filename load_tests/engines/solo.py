@@ -12,10 +12,11 @@ from configs.schema import BatonConfig
 from deployments.engine.build import build_engine, environment
 from deployments.engine.protocol import EngineInfo
 from deployments.messages import Role, StepSample
+from deployments.processes import descendants
 from deployments.replica import Identity
 from load_tests.engines.pair import Core
 from load_tests.handoff_figures import median
-from load_tests.processes import Guard, descendants, title
+from load_tests.processes import Guard, title
 from load_tests.workloads import prompt
 
 STEPS_COUNTED, STEPS_SKIPPED = 12, 2

@@ -56,11 +56,11 @@ def _baton_serve_proxy(group: Group, double: Double, directory: Path) -> str:
     return _baton(group, double, directory, "--proxy=serve")
 
 
-def _baton_auto(group: Group, double: Double, directory: Path) -> str:
-    return _baton(group, double, directory, split="auto")
+def _baton_unsplit(group: Group, double: Double, directory: Path) -> str:
+    return _baton(group, double, directory, unsplit_tokens=MOST_TOKENS)
 
 
-def _baton(group: Group, double: Double, directory: Path, *more: str, split: str = "always") -> str:
+def _baton(group: Group, double: Double, directory: Path, *more: str, unsplit_tokens: int = 1) -> str:
     """`configs/mock.yaml` with one replica of each role, wide enough, and engines that compute nothing."""
     serve = yaml.safe_load((ROOT / "configs" / "mock.yaml").read_text())
     arguments = serve["applications"][0]["args"]
@@ -76,7 +76,8 @@ def _baton(group: Group, double: Double, directory: Path, *more: str, split: str
         "max_num_batched_tokens": MOST_STREAMS * BLOCK_TOKENS,
     }
     pool = {"resources": {"num_cpus": 0.1}, "engine": engine}
-    arguments |= {"prefill": pool, "decode": {"main": pool}, "placement": {"split": split}}
+    placement = {"split": "always", "split_min_prompt_tokens": unsplit_tokens}
+    arguments |= {"prefill": pool, "decode": {"main": pool}, "placement": placement}
     arguments["ingress"] = {"replicas": double.ingresses, "max_ongoing_requests": 2 * MOST_STREAMS}
     return run_baton(group, serve, directory, *more)
 
@@ -127,7 +128,7 @@ def _rayllm(group: Group, double: Double, directory: Path) -> str:
 
 DOUBLES: dict[str, Callable[[Group, Double, Path], str]] = {
     "baton": _baton,
-    "baton_auto": _baton_auto,
+    "baton_unsplit": _baton_unsplit,
     "baton_serve_proxy": _baton_serve_proxy,
     "starlette": _starlette,
     "rayllm": _rayllm,

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import httpx
 
+from deployments.engine.names import PREFIXES, remove, shared_memory_of
+from deployments.processes import descendants
 from load_tests.application import ROOT
-from load_tests.processes import Guard, adopt_orphans, began, children, descendants, reap, title
+from load_tests.processes import Guard, adopt_orphans, began, children, reap, title
 
 READY_TIMEOUT_S, STOP_TIMEOUT_S, KILL_TIMEOUT_S = 900.0, 60.0, 10.0  # Ray Serve LLM takes minutes on two cores
 ANSWER_TIMEOUT_S = 20.0  # a request may be held until a replica is there, or for good
@@ -112,6 +114,7 @@ class Group:
     def stop(self) -> None:
         """Ctrl-C to each command, the last first; then the end of whatever is left. Raises PeerError if that lives."""
         known = {pid: began(pid) for pid in self.pids()}
+        named = shared_memory_of(known, (*PREFIXES, "sem.mp-"))
         for process in reversed(self._processes):
             self._end(process)
         known |= {pid: began(pid) for pid in self.pids()}
@@ -124,6 +127,7 @@ class Group:
             if time.monotonic() > deadline:
                 raise PeerError(f"{self.name}: still there: {sorted(left)}")
             time.sleep(0.1)
+        remove(named)  # what vLLM leaves behind when it is killed
         self._guard.close()
         self._sockets.cleanup()
         adopt_orphans(False)

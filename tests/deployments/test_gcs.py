@@ -22,8 +22,8 @@ import yaml
 
 from app.local_ray import LOOPBACK_ONLY, RayPorts, port_answers, start_command
 from app.serve_api import ServeApiError
+from deployments.processes import descendants
 from load_tests.application import ROOT, Application, free_port
-from load_tests.processes import descendants
 from tests.e2e.client import Load, answer_to, client_of, until
 from tests.e2e.cluster import MARKER, Cluster, processes
 

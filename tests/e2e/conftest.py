@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deployments.engine.build import environment
-from deployments.engine.sockets import socket_folder
+from deployments.engine.names import names_until_started
 from deployments.model import DEFAULT_CACHE_DIR, resolve
 from load_tests.application import ROOT
 from tests.e2e.cluster import Cluster, started
@@ -47,7 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     command = [sys.executable, str(Path(__file__).parent / "reference.py"), model, str(asked), str(told)]
     from tests.e2e.settings import cpu_config
 
-    with socket_folder():
+    with names_until_started():
         variables = os.environ | environment(cpu_config(), "prefill")
         done = subprocess.run(
             command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from deployments.processes import descendants
 from load_tests.client import Client, closed_loop
 from load_tests.peers import commands, doubles, peers
 from load_tests.peers.doubles import Double
 from load_tests.peers.free_worker import TOKEN_ID, FreeWorker
 from load_tests.peers.group import Group, PeerError
 from load_tests.peers.settings import Settings, settings
-from load_tests.processes import descendants
 from load_tests.workloads import Shape, asks
 
 MADE = Settings({}, "model", "folder", {"max_model_len": 2048, "enforce_eager": True}, {"OMP_NUM_THREADS": "1"})

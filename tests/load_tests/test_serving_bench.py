@@ -142,6 +142,7 @@ def test_overhead_measures_a_plain_server_and_says_what_failed(
     assert row["added_ms_p99"] >= 0
     assert row["cpu_us_per_token_by"] == {"server": row["cpu_us_per_token"]}
     assert row["tokens_per_event"] == pytest.approx(1.0)
+    assert 0 <= row["stolen_share"] <= 1
 
 
 @pytest.mark.parametrize(

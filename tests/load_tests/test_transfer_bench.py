@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deployments.processes import descendants
 from load_tests.bench.transfer import parse
 from load_tests.engines.rig import blocks
 from load_tests.handoff_figures import (
@@ -26,7 +27,7 @@ from load_tests.handoff_figures import (
     percentile,
 )
 from load_tests.machine import memcpy_gb_per_s
-from load_tests.processes import Guard, cpu_s, descendants, pause, resume
+from load_tests.processes import Guard, cpu_s, pause, resume
 from load_tests.transfer_report import Sample, by_prompt, prefill_slowdown, targets
 
 ROOT = Path(__file__).resolve().parents[2]

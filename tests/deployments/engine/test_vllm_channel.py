@@ -22,8 +22,10 @@ from vllm.sampling_params import RepetitionDetectionParams
 
 from configs.schema import BatonConfig, ModelConfig, PlacementConfig, PoolConfig, VllmEngineConfig
 from deployments.engine.build import environment
+from deployments.engine.names import PREFIXES, shared_memory_of
 from deployments.engine.protocol import Step
 from deployments.messages import Mode
+from deployments.processes import descendants
 from load_tests.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer
 from tests.deployments.real_engines import RealEngines
 
@@ -116,7 +118,17 @@ async def check(engines: RealEngines, lengths: list[int], block_size: int, items
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 4)], ids=["2 to 1", "2 to 4"])
 async def test_heads_are_split_on_the_way(model: Path, prefill: int, decode: int) -> None:
     async with cluster(model, pool(prefill), pool(decode)) as engines:
+        assert mapped_without_a_name() == set(PREFIXES)
         await check(engines, [2, 33, 64, 200], block_size=32)
+
+
+def mapped_without_a_name() -> set[str]:
+    """How the shared memory of our engines is called that has lost its name. It fails where any has one."""
+    engines = descendants(os.getpid())
+    assert not shared_memory_of(engines, ("",)), "somebody who is killed would leave it behind"
+    lines = [line for pid in engines for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    names = [line.rpartition("/dev/shm/")[2] for line in lines if line.endswith("(deleted)")]
+    return {prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in names)}
 
 
 @pytest.mark.parametrize(("block_size", "chunk"), [(32, 48), (256, 100)])

@@ -50,8 +50,8 @@ from configs.schema import ChannelConfig, VllmEngineConfig
 from configs.schema import ModelConfig as BatonModel
 from deployments.cluster_core import _FINISH, ClusterCore, traits
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvents
+from deployments.engine.names import FOLDER, names_until_started
 from deployments.engine.protocol import EngineError
-from deployments.engine.sockets import FOLDER, socket_folder
 from deployments.engine.vllm import IN_PROCESS, NixlConnector, VllmEngine
 from deployments.messages import Role
 from transfer.answered import AnsweredRequests
@@ -82,7 +82,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_sockets_are_made_where_the_environment_says() -> None:
-    with socket_folder():
+    with names_until_started():
         assert get_open_zmq_ipc_path().startswith(f"ipc://{os.environ[FOLDER]}/")
 
 

@@ -1,0 +1,27 @@
+"""Which processes there are, by what Linux says of each in `/proc`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def descendants(root: int) -> set[int]:
+    """Every process below `root`, itself excluded."""
+    above, found = parents(), {root}
+    while more := {pid for pid, parent in above.items() if parent in found} - found:
+        found |= more
+    return found - {root}
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process."""
+    found = ((int(entry.name), stat(int(entry.name))) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return {pid: int(fields[1]) for pid, fields in found if fields}
+
+
+def stat(pid: int) -> list[str] | None:
+    """`/proc/PID/stat` from its third field on (state, parent, ...; the 20th is the start time); None: no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None

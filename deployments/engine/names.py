@@ -11,14 +11,12 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 from deployments.processes import descendants
+from deployments.shared_memory import remove, shared_memory_of
 
 FOLDER = "VLLM_RPC_BASE_PATH"
-SHARED_MEMORY = Path("/dev/shm")
-PREFIXES = ("psm_", "vllm_dist_")  # Python's own for what has no name, and that of vLLM's CPU communicator
 
 _lock = threading.Lock()
 _starting = 0
@@ -48,23 +46,6 @@ def names_until_started() -> Iterator[None]:
             if not _starting:
                 _made.close()
                 remove(shared_memory_of(descendants(os.getpid())))
-
-
-def shared_memory_of(pids: Iterable[int], prefixes: tuple[str, ...] = PREFIXES) -> set[Path]:
-    """The files in `/dev/shm` whose names begin so and that these processes have mapped."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                path = Path(line.split(maxsplit=5)[-1])
-                if path.parent == SHARED_MEMORY and path.name.startswith(prefixes):
-                    found.add(path)
-    return {path for path in found if path.exists()}  # what has lost its name is called "... (deleted)" there
-
-
-def remove(files: Iterable[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 def _set(folder: str | None) -> None:

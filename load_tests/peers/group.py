@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 
-from deployments.engine.names import PREFIXES, remove, shared_memory_of
 from deployments.processes import descendants
+from deployments.shared_memory import PREFIXES, remove, shared_memory_of
 from load_tests.application import ROOT
 from load_tests.processes import Guard, adopt_orphans, began, children, reap, title
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments.engine.names import FOLDER, SHARED_MEMORY, names_until_started, shared_memory_of
+from deployments.engine.names import FOLDER, names_until_started
+from deployments.shared_memory import SHARED_MEMORY, shared_memory_of
 
 
 def test_engines_that_start_together_share_a_folder_until_the_last_has_started(monkeypatch: pytest.MonkeyPatch) -> None:

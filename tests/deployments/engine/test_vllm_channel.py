@@ -22,10 +22,10 @@ from vllm.sampling_params import RepetitionDetectionParams
 
 from configs.schema import BatonConfig, ModelConfig, PlacementConfig, PoolConfig, VllmEngineConfig
 from deployments.engine.build import environment
-from deployments.engine.names import PREFIXES, shared_memory_of
 from deployments.engine.protocol import Step
 from deployments.messages import Mode
 from deployments.processes import descendants
+from deployments.shared_memory import PREFIXES, shared_memory_of
 from load_tests.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer
 from tests.deployments.real_engines import RealEngines
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deployments.processes import descendants
+from deployments.shared_memory import SHARED_MEMORY
 from load_tests.client import Client, closed_loop
 from load_tests.peers import commands, doubles, peers
 from load_tests.peers.doubles import Double
@@ -120,6 +121,28 @@ def test_what_a_peer_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     finally:
         group.stop()
     assert descendants(os.getpid()) <= before
+
+
+def test_shared_memory_of_a_peer_that_is_killed_goes_with_it(tmp_path: Path) -> None:
+    script = (
+        "import signal, time\n"
+        "from multiprocessing import resource_tracker, shared_memory\n"
+        "made = shared_memory.SharedMemory(create=True, size=100)\n"
+        "resource_tracker.unregister(made._name, 'shared_memory')\n"
+        "signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGKILL))\n"
+        "print('made', made.name, flush=True)\n"
+        "time.sleep(99)\n"
+    )
+    group = Group("made", tmp_path, {})
+    group.run([sys.executable, "-c", script])
+    try:
+        while not (log := (tmp_path / "made-0.log").read_text()).endswith("\n"):
+            group._check()
+        file = SHARED_MEMORY / log.split()[1]
+        assert file.exists()
+    finally:
+        group.stop()
+    assert not file.exists()
 
 
 def test_a_command_that_ends_is_an_error_with_its_log(tmp_path: Path) -> None:

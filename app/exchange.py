@@ -20,6 +20,7 @@ Headers = list[tuple[bytes, bytes]]
 
 CLOSE_TIMEOUT_S = 1.0
 _STREAMED_ERROR = b'data: {"error"'
+_MESSAGES_ERROR = b"event: error\ndata: "  # of /v1/messages
 _FINGERPRINT = b'"system_fingerprint":"'
 # What vLLM's /v1/responses streams before its engine has said anything.
 _PRELUDE = (b"event: response.created", b"event: response.in_progress")
@@ -60,8 +61,7 @@ class Exchange:
         if not self._begun:
             await self._replace(failure)
         elif not self._ended and self._streams_events():
-            event = b"data: " + json.dumps(failure.body).encode() + b"\n\n"
-            await self._outer_send({"type": "http.response.body", "body": event})
+            await self._outer_send({"type": "http.response.body", "body": _event(failure)})
         elif not self._ended:  # a server breaks the connection off, so that the answer does not look whole
             raise error
 
@@ -83,7 +83,7 @@ class Exchange:
             return
         if self._begun:
             self._ended = not message.get("more_body", False)
-            await self._outer_send(self._marked(message))
+            await self._outer_send(self._marked(self._explained(message)))
         elif message["type"] == "http.response.start":
             self._start = message
         elif message["type"] != "http.response.body":
@@ -116,6 +116,13 @@ class Exchange:
         kept = [(n, b"%d" % (int(v) + longer) if n.lower() == b"content-length" else v) for n, v in own]
         await self._outer_send({**self._start, "headers": [*kept, *self._placement()]})
         await self._outer_send(marked)
+
+    def _explained(self, message: Message) -> Message:
+        """The error event with which a stream breaks off: vLLM's server knows that there is an error, we know which."""
+        error, body = self._context.error, message.get("body", b"")
+        if error is None or not body.startswith((_STREAMED_ERROR, _MESSAGES_ERROR)):
+            return message
+        return {**message, "body": _event(answer(error), is_message=body.startswith(_MESSAGES_ERROR))}
 
     def _marked(self, message: Message) -> Message:
         """A seed's answer that several engines gave has a `system_fingerprint` that says so: OpenAI's sign that it
@@ -157,6 +164,12 @@ async def _settle(task: asyncio.Future[None]) -> Exception | None:
     await asyncio.wait((task,), timeout=CLOSE_TIMEOUT_S)
     error = task.exception() if task.done() and not task.cancelled() else None
     return error if isinstance(error, Exception) else None
+
+
+def _event(failure: Answer, is_message: bool = False) -> bytes:
+    """A failure as an event of a stream. `is_message`: of /v1/messages, whose events have a type, outside and inside."""
+    prefix, body = (_MESSAGES_ERROR, {"type": "error", **failure.body}) if is_message else (b"data: ", failure.body)
+    return prefix + json.dumps(body).encode() + b"\n\n"
 
 
 async def respond(send: Send, response: Answer, headers: Headers | None = None) -> None:

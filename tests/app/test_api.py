@@ -322,7 +322,8 @@ async def test_a_replaced_application_that_goes_on_is_cancelled(monkeypatch: pyt
     assert cancelled.is_set()
 
 
-async def test_a_failure_after_the_response_began_is_the_applications_to_tell() -> None:
+@pytest.mark.parametrize("prefix", [b"data: ", b"event: error\ndata: "], ids=["openai", "anthropic"])
+async def test_a_stream_that_breaks_off_says_why(prefix: bytes) -> None:
     contexts: list[RequestContext] = []
 
     async def note(context: RequestContext, receive: Receive) -> None:
@@ -331,10 +332,21 @@ async def test_a_failure_after_the_response_began_is_the_applications_to_tell() 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         await Toy(*STREAM[:2], act=note)(scope, receive, send)
         contexts[0].error = errors.ReplicaLost("gone")
-        await send(body(b'data: {"error": {"code": 500}}\n\n'))
+        inside = b'{"type": "error", "error"' if prefix.startswith(b"event") else b'{"error"'
+        await send(body(prefix + inside + b': {"message": "Internal server error"}}\n\n'))
 
     response = await post(inner)
-    assert (response.status_code, response.text) == (200, 'data: 1\n\ndata: {"error": {"code": 500}}\n\n')
+    before, _, event = response.text.partition("data: 1\n\n")
+    assert (response.status_code, before) == (200, "")
+    assert event.startswith(prefix.decode())
+    error = json.loads(event.removeprefix(prefix.decode()))["error"]
+    assert (error["message"], error["code"]) == ("gone", "replica_lost")
+
+
+async def test_an_error_in_the_middle_that_is_not_ours_stays_as_it_is() -> None:
+    event = b'data: {"error": {"code": 500}}\n\n'
+    response = await post(Toy(*STREAM[:2], body(event)))
+    assert (response.status_code, response.text) == (200, "data: 1\n\n" + event.decode())
 
 
 async def test_a_stream_that_begins_with_an_error_gets_its_status() -> None:

@@ -86,6 +86,14 @@ class FakeCore(EngineCoreClient):
     def shutdown(self, timeout: float | None = None) -> None:
         pass
 
+    def fail(self, failure: SessionError) -> None:
+        """Fail what has stalled."""
+        for request, context in zip(self.requests, self.contexts, strict=True):
+            assert context is not None
+            context.error = failure
+            failed = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
+            self.queue.put_nowait(EngineCoreOutputs(outputs=[failed]))
+
     def _outputs(self, request: EngineCoreRequest) -> Iterator[EngineCoreOutput]:
         params = request.sampling_params
         assert params is not None
@@ -438,6 +446,41 @@ async def test_an_error_in_the_middle_is_no_clean_end(server: Server) -> None:
         _ = [chunk async for chunk in stream]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", CHAT),
+        ("responses", {"input": "a"}),
+        ("messages", {**CHAT, "max_tokens": 4}),
+    ],
+)
+async def test_a_stream_that_breaks_off_says_why(server: Server, path: str, body: dict[str, Any]) -> None:
+    server.core.stall_after = 2
+    streamed: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            if not streamed:
+                server.core.fail(ReplicaLost("gone"))
+            streamed.append(message["body"])
+
+    content = json.dumps({"model": MODEL, "stream": True, **body}).encode()
+    incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    incoming.put_nowait({"type": "http.request", "body": content, "more_body": False})
+    async with asyncio.timeout(60):
+        await server.gateway(_scope(f"/v1/{path}"), incoming.get, send)
+    lines = b"".join(streamed).decode().splitlines()
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    (error,) = [each["error"] for each in told if each.get("error")]
+    assert (error["message"], error["code"]) == ("gone", "replica_lost")
+
+
+def _scope(path: str) -> dict[str, Any]:
+    headers = [(b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": path, "query_string": b"", "asgi": {}, "headers": headers}
+
+
 @pytest.mark.parametrize(("stream", "n"), [(False, 1), (False, 2), (True, 1), (True, 2)])
 @pytest.mark.parametrize("how", ["disconnect", "cancel"])
 async def test_a_client_that_leaves_aborts_its_sessions(server: Server, stream: bool, n: int, how: str) -> None:
@@ -448,11 +491,7 @@ async def test_a_client_that_leaves_aborts_its_sessions(server: Server, stream: 
 
     async def send(message: Any) -> None: ...
 
-    scope = {
-        **{"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "asgi": {}},
-        "headers": [(b"content-type", b"application/json")],
-    }
-    call = asyncio.ensure_future(server.gateway(scope, incoming.get, send))
+    call = asyncio.ensure_future(server.gateway(_scope("/v1/completions"), incoming.get, send))
     async with asyncio.timeout(60):
         for _ in range(n):
             await server.core.added.acquire()

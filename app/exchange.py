@@ -167,7 +167,7 @@ async def _settle(task: asyncio.Future[None]) -> Exception | None:
 
 
 def _event(failure: Answer, is_message: bool = False) -> bytes:
-    """A failure as an event of a stream. `is_message`: of /v1/messages, whose events have a type, outside and inside."""
+    """A failure as an event of a stream. `is_message`: of /v1/messages, whose events say their type, also inside."""
     prefix, body = (_MESSAGES_ERROR, {"type": "error", **failure.body}) if is_message else (b"data: ", failure.body)
     return prefix + json.dumps(body).encode() + b"\n\n"
 

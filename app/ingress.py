@@ -16,7 +16,7 @@ from deployments.engine.build import checkpoint
 from deployments.errors import Unavailable
 from deployments.messages import Handoff
 from deployments.request_context import RequestContext
-from deployments.serve_leaving import until_leaving
+from deployments.serve_leaving import is_application_leaving, until_leaving
 from deployments.serve_ports import ServePool, ServePools, manager_client
 from deployments.stand_in import StandIn
 
@@ -74,6 +74,8 @@ class Ingress:
     async def _end_in_time(self, core: ClusterCore) -> None:
         """Serve sends no new request to an ingress that it takes out, and waits for its answers, for a while."""
         await until_leaving()
+        if await is_application_leaving():
+            core.refuse(Unavailable("this server is being stopped"))
         await asyncio.sleep(self._config.ingress.drain_s)
         core.end_all(Unavailable("this server is being stopped, and the answer takes longer than it may"))
 

@@ -187,6 +187,7 @@ class ClusterCore(EngineCoreClient):
         self._attempts: dict[str, _Attempt] = {}  # by the id that engines know them by
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._batch: list[EngineCoreOutput] = []
+        self._refusal: SessionError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._context = contextvars.copy_context()
         self._own(self._receive(), "outputs")
@@ -221,6 +222,13 @@ class ClusterCore(EngineCoreClient):
         """Fail every open session: this process ends soon."""
         for entry in list(self._open.values()):
             self._apply(entry.now, entry.now.session.failed(error))
+
+    def refuse(self, error: SessionError) -> None:
+        """Place nothing any more: who waits for a place, or would from now on, gets the error. What runs goes on."""
+        self._refusal = error
+        for entry in list(self._open.values()):
+            if entry.now.placement is None:
+                self._apply(entry.now, entry.now.session.failed(error))
 
     @property
     def open_sessions(self) -> int:
@@ -303,6 +311,8 @@ class ClusterCore(EngineCoreClient):
         """Ask the manager; None when the session was over before it answered. Raises SessionError."""
         if attempt.over.is_set():
             return None
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
         entry = attempt.entry
         asked = session_request(
             attempt.request,

@@ -1,4 +1,7 @@
-"""How a replica leaves in order: nothing new comes, what runs ends or moves, and KV that a peer uses is waited for."""
+"""How a replica leaves in order: nothing new comes, what runs ends or moves, and KV that a peer uses is waited for.
+
+Where all of the application leaves there is nowhere to move to, and what runs has all of the time.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
 logger = logging.getLogger("baton.drain")
@@ -34,16 +37,17 @@ class Leaver(Protocol):
     async def counters(self) -> dict[str, float]: ...
 
 
-async def drain(replica: Leaver, timeout_s: float) -> None:
+async def drain(replica: Leaver, timeout_s: float, do_all_leave: Callable[[], Awaitable[bool]]) -> None:
     """Let a replica's sessions end, then move those that are left, then wait until nobody uses its KV.
 
-    Returns when all that is done, at the latest after `timeout_s`. Raises EngineError when the engine dies.
+    `do_all_leave`: whether there is nowhere to move to. Returns when all that is done, at the latest after `timeout_s`.
+    Raises EngineError when the engine dies.
     """
     began_s = time.monotonic()
     replica.leave()
     while replica.open_runs and time.monotonic() - began_s < RUN_SHARE * timeout_s:  # noqa: ASYNC110 - looked at seldom
         await asyncio.sleep(LOOK_S)
-    if replica.open_runs:
+    if replica.open_runs and not await do_all_leave():
         open_runs = replica.open_runs
         logger.info("%d of %d sessions move: the replica is being stopped", replica.move_out(), open_runs)
     with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Whether Serve is taking this process's replica out: scaled down, updated, or shut down.
+"""Whether Serve is taking this process's replica out: scaled down, updated, or with the whole application.
 
 Serve has no public hook for the beginning of that; `__del__` comes at its end, when no call is open any more. So the
 flag that Serve's replica keeps for itself is looked at, which costs nothing.
@@ -7,10 +7,18 @@ flag that Serve's replica keeps for itself is looked at, which costs nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from ray import serve
 from ray._private.worker import global_worker
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+logger = logging.getLogger("baton.leaving")
 
 LOOK_S = 0.1
+STATUS_TIMEOUT_S = 5.0
 
 
 def is_leaving() -> bool:
@@ -24,3 +32,15 @@ async def until_leaving() -> None:
     """Return soon after Serve has begun to stop this replica."""
     while not is_leaving():  # noqa: ASYNC110 - nothing tells us
         await asyncio.sleep(LOOK_S)
+
+
+async def is_application_leaving() -> bool:
+    """Whether all of the application is taken away, so that nothing can go on elsewhere. False if Serve is silent."""
+    try:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            status = await asyncio.to_thread(serve.status)
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("Serve does not say whether the application is leaving: %r", error)
+        return False
+    application = status.applications.get(serve.get_replica_context().app_name)
+    return application is not None and application.status is ApplicationStatus.DELETING

@@ -19,7 +19,7 @@ from deployments.engine.build import build_engine
 from deployments.engine.protocol import EngineError
 from deployments.messages import Role, SessionReport, SessionTask
 from deployments.replica import Identity, Replica
-from deployments.serve_leaving import until_leaving
+from deployments.serve_leaving import is_application_leaving, until_leaving
 from deployments.serve_ports import manager_client
 
 logger = logging.getLogger("baton.replica")
@@ -51,7 +51,7 @@ class ServeReplica:
         await until_leaving()
         try:
             self._replica.check_health()
-            await drain(self._replica, timeout_s)
+            await drain(self._replica, timeout_s, is_application_leaving)
         except EngineError as error:
             logger.warning("there is nothing to wait for: %s", error)
         await self._replica.stop()

@@ -432,7 +432,11 @@ async def test_a_draining_replica_gets_nothing_new_and_what_outlives_its_time_go
     asked = prompt(20)
     answer = await (await cluster.ask(asked, max_tokens=400)).has(3)
     leaving = (await cluster.placed(answer))["decode"]
-    draining = asyncio.create_task(drain(cluster.replicas[leaving], 0.4))
+
+    async def no() -> bool:
+        return False
+
+    draining = asyncio.create_task(drain(cluster.replicas[leaving], 0.4, no))
 
     async def is_known() -> bool:
         replicas = (await cluster.manager.status())["replicas"]
@@ -477,6 +481,40 @@ async def test_an_ingress_whose_time_is_over_ends_its_sessions_with_an_error(clu
     await answer.over()
     assert_failed(answer, Unavailable)
     await cluster.settle()
+
+
+async def test_where_all_leave_nobody_waits_for_a_place_and_what_runs_goes_on(launch: Launch) -> None:
+    cluster = await launch(config(ONE_SEAT))
+    asked = [prompt(8 + number) for number in range(4)]
+    whole = [await cluster.local(each, max_tokens=60) for each in asked[:2]]
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.clear()
+    run = [await cluster.ask(each, max_tokens=60) for each in asked[:2]]
+    for answer in run:
+        await cluster.placed(answer)
+    waits = await cluster.ask(asked[2], max_tokens=5)
+    await cluster.queued(1)
+    cluster.core.refuse(Unavailable("this server is being stopped"))
+    late = await cluster.ask(asked[3], max_tokens=5)
+    for answer in (waits, late):
+        await answer.over()
+        assert_failed(answer, Unavailable)
+    for replica_id in (SMALL, LARGE):
+        cluster.engines[replica_id].go.set()
+    for answer in run:
+        await answer.over()
+    assert [answer.tokens for answer in run] == whole
+    await cluster.settle()
+
+
+async def test_an_answer_that_loses_its_replica_where_all_leave_ends_at_once(cluster: InProcess) -> None:
+    answer = await (await cluster.ask(prompt(20), max_tokens=400)).has(3)
+    owner = (await cluster.placed(answer))["decode"]
+    cluster.core.refuse(Unavailable("this server is being stopped"))
+    await cluster.kill(owner)
+    await answer.over()
+    assert_failed(answer, Unavailable)
+    await cluster.settle(dead=[owner])
 
 
 async def test_one_death_after_the_other(cluster: InProcess) -> None:

@@ -49,6 +49,14 @@ class Leaver:
         await asyncio.wait_for(self.looked.wait(), WAIT_S)
 
 
+async def no() -> bool:
+    return False
+
+
+async def yes() -> bool:
+    return True
+
+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "LOOK_S", 0.001)
@@ -57,7 +65,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_sessions_end_by_themselves_and_then_it_is_over() -> None:
     leaver = Leaver()
     leaver.open_runs = 2
-    drained = asyncio.create_task(drain(leaver, LONG_S))
+    drained = asyncio.create_task(drain(leaver, LONG_S, no))
     await asyncio.sleep(0.02)
     assert not drained.done()
     leaver.open_runs = 0
@@ -70,7 +78,7 @@ async def test_kv_that_a_peer_uses_is_waited_for(name: str) -> None:
     leaver = Leaver()
     leaver.kv = {name: 1.0, "bytes_written": 7.0}
     leaver.is_busy = True
-    drained = asyncio.create_task(drain(leaver, LONG_S))
+    drained = asyncio.create_task(drain(leaver, LONG_S, no))
     for _ in range(3):
         await leaver.seen()
     assert not drained.done()
@@ -81,7 +89,7 @@ async def test_kv_that_a_peer_uses_is_waited_for(name: str) -> None:
 async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_is_waited_for() -> None:
     leaver = Leaver()
     leaver.open_runs = 1
-    drained = asyncio.create_task(drain(leaver, 2.0))
+    drained = asyncio.create_task(drain(leaver, 2.0, no))
     await leaver.seen()
     assert leaver.done == ["leave", "move"]
     leaver.kv = {"open_writing": 1.0}
@@ -96,17 +104,26 @@ async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_
 async def test_a_session_that_cannot_move_has_the_rest_of_the_time() -> None:
     leaver = Leaver()
     leaver.open_runs, leaver.cannot_move = 2, 1
-    drained = asyncio.create_task(drain(leaver, 4.0))
+    drained = asyncio.create_task(drain(leaver, 4.0, no))
     await leaver.seen()
     assert (leaver.done, drained.done()) == (["leave", "move"], False)
     leaver.open_runs = 0
     await asyncio.wait_for(drained, WAIT_S)
 
 
+@pytest.mark.slow
+async def test_where_all_leave_nothing_moves_and_what_runs_has_all_of_the_time() -> None:
+    leaver, began_s = Leaver(), time.monotonic()
+    leaver.open_runs = 1
+    await asyncio.wait_for(drain(leaver, 2.0, yes), WAIT_S)
+    assert leaver.done == ["leave"]
+    assert time.monotonic() - began_s >= 2.0
+
+
 async def test_it_ends_in_its_time_whatever_is_open() -> None:
     leaver, began_s = Leaver(), time.monotonic()
     leaver.kv = {"open_receiving": 1.0}
-    await asyncio.wait_for(drain(leaver, 0.1), WAIT_S)
+    await asyncio.wait_for(drain(leaver, 0.1, no), WAIT_S)
     assert time.monotonic() - began_s >= 0.1
 
 

@@ -17,6 +17,8 @@ from deployments.processes import descendants
 from deployments.shared_memory import remove, shared_memory_of
 
 FOLDER = "VLLM_RPC_BASE_PATH"
+LONGEST = 107 - len("/baton-12345678") - len("/00000000-0000-0000-0000-000000000000")
+"""A socket's path has 107 bytes on Linux; ours is of a folder in this one, and vLLM names it with a UUID."""
 
 _lock = threading.Lock()
 _starting = 0
@@ -34,7 +36,7 @@ def names_until_started() -> Iterator[None]:
     with _lock:
         if not _starting:
             chosen = os.environ.get(FOLDER)
-            folder = _made.enter_context(tempfile.TemporaryDirectory(prefix="baton-", dir=chosen))
+            folder = _made.enter_context(tempfile.TemporaryDirectory(prefix="baton-", dir=chosen or _temporary()))
             _made.callback(_set, chosen)
             _set(folder)
         _starting += 1
@@ -46,6 +48,12 @@ def names_until_started() -> Iterator[None]:
             if not _starting:
                 _made.close()
                 remove(shared_memory_of(descendants(os.getpid())))
+
+
+def _temporary() -> str:
+    """Where temporary files go, or where Ray has its sockets if that is too deep for one."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= LONGEST else "/tmp"
 
 
 def _set(folder: str | None) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -35,6 +38,18 @@ def test_a_folder_of_the_user_s_choice_holds_it(tmp_path: Path, monkeypatch: pyt
         assert Path(os.environ[FOLDER]).parent == tmp_path
     assert os.environ[FOLDER] == str(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_sockets_are_elsewhere_where_temporary_files_are_too_deep_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 80)
+    deep.mkdir()
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with names_until_started(), socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"{os.environ[FOLDER]}/{uuid.uuid4()}")
+    assert not list(deep.iterdir())
 
 
 def test_an_engine_that_does_not_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from deployments.engine.vllm import VllmEngine
 from deployments.messages import Role
 from deployments.model import DEFAULT_CACHE_DIR, resolve
 from deployments.processes import descendants
+from deployments.shared_memory import PREFIXES, SEMAPHORES, remove, shared_memory_of
 from load_tests.application import free_port
 from load_tests.engines.nixl_engine import NixlEngine, settings
 from load_tests.engines.pair import BatonPair, Core, Pair, PullPair, PushPair
@@ -130,7 +131,9 @@ class Rig:
 
     async def close(self) -> None:
         """End every engine; what does not end by itself is killed."""
-        self._guard.watch(descendants(os.getpid()) - {self._guard.pid})
+        engines = descendants(os.getpid()) - {self._guard.pid}
+        self._guard.watch(engines)
+        named = shared_memory_of(engines, (*PREFIXES, SEMAPHORES))
         try:
             for pair in self.pairs.values():
                 resume(pair.pids)
@@ -138,3 +141,4 @@ class Rig:
             await asyncio.wait_for(closing, CLOSE_TIMEOUT_S)
         finally:
             self._guard.close()
+            remove(named)

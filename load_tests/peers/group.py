@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from deployments.processes import descendants
-from deployments.shared_memory import PREFIXES, remove, shared_memory_of
+from deployments.shared_memory import PREFIXES, SEMAPHORES, remove, shared_memory_of
 from load_tests.application import ROOT
 from load_tests.processes import Guard, adopt_orphans, began, children, reap, title
 
@@ -114,7 +114,7 @@ class Group:
     def stop(self) -> None:
         """Ctrl-C to each command, the last first; then the end of whatever is left. Raises PeerError if that lives."""
         known = {pid: began(pid) for pid in self.pids()}
-        named = shared_memory_of(known, (*PREFIXES, "sem.mp-"))
+        named = shared_memory_of(known, (*PREFIXES, SEMAPHORES))
         for process in reversed(self._processes):
             self._end(process)
         known |= {pid: began(pid) for pid in self.pids()}

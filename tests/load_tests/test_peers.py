@@ -126,11 +126,13 @@ def test_what_a_peer_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
 def test_shared_memory_of_a_peer_that_is_killed_goes_with_it(tmp_path: Path) -> None:
     script = (
         "import signal, time\n"
-        "from multiprocessing import resource_tracker, shared_memory\n"
+        "from multiprocessing import get_context, resource_tracker, shared_memory\n"
         "made = shared_memory.SharedMemory(create=True, size=100)\n"
         "resource_tracker.unregister(made._name, 'shared_memory')\n"
+        "lock = get_context('spawn').Lock()\n"
+        "resource_tracker.unregister(lock._semlock.name, 'semaphore')\n"
         "signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGKILL))\n"
-        "print('made', made.name, flush=True)\n"
+        "print('made', made.name, 'sem.' + lock._semlock.name.removeprefix('/'), flush=True)\n"
         "time.sleep(99)\n"
     )
     group = Group("made", tmp_path, {})
@@ -138,11 +140,12 @@ def test_shared_memory_of_a_peer_that_is_killed_goes_with_it(tmp_path: Path) -> 
     try:
         while not (log := (tmp_path / "made-0.log").read_text()).endswith("\n"):
             group._check()
-        file = SHARED_MEMORY / log.split()[1]
-        assert file.exists()
+        files = [SHARED_MEMORY / name for name in log.split()[1:]]
+        assert len(files) == 2
+        assert all(file.exists() for file in files)
     finally:
         group.stop()
-    assert not file.exists()
+    assert not any(file.exists() for file in files)
 
 
 def test_a_command_that_ends_is_an_error_with_its_log(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import ray.exceptions
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -17,7 +18,7 @@ from deployments.errors import ReplicaLost, Unavailable
 from deployments.manager_client import ManagerClient
 from deployments.messages import SessionReport, SessionTask
 
-_GONE = (ray.exceptions.RayError, RayServeException, EngineError, OSError)
+_GONE = (ray.exceptions.RayError, RayServeException, grpc.RpcError, EngineError, OSError)
 
 
 async def _ask(handle: DeploymentHandle, method: str, *args: Any) -> Any:

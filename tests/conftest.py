@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 # As in a replica (deployments/engine/build.py), and before anything imports torch's compiler, which reads it once.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
+# Every Ray of the tests asks for one token. By Ray's own rule it would ask where the user has a token, and the first
+# `ray.init` of a test makes one: what had started before would then ask for none, and who came later would insist.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 SETTLE_S = 5.0
 ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/test_transfer_bench.py")

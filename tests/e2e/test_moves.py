@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,15 +28,15 @@ MOVE_AFTER = (20, 45, 70)
 def mover(baton: Cluster) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.e2e.mover"]
     variables = os.environ | LOOPBACK_ONLY | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": baton.application.ray_address}
-    if (Path.home() / ".ray" / "auth_token").exists():  # then `ray start` has asked for it; `ray.init` does not look
-        variables["RAY_AUTH_MODE"] = "token"
     with subprocess.Popen(
         command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().strip() == "ready"
-        yield process
-        process.kill()
+        try:
+            assert process.stdout.readline().strip() == "ready"
+            yield process
+        finally:
+            process.kill()
 
 
 def let_go(mover: subprocess.Popen[str], pool: str) -> int:

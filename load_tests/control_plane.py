@@ -448,10 +448,10 @@ class InProcess:
         return {promise["session_id"]: promise for promise in (await self.manager.status())["promises"]}
 
     async def placed(self, answer: Answer) -> dict[str, Any]:
-        """Wait until a request is placed."""
+        """Wait until a request is placed, and who asked for its place has heard of it."""
 
         async def look() -> Any:
-            return (await self.placements()).get(answer.request_id)
+            return (await self.placements()).get(answer.request_id) if answer.context.modes else None
 
         placed: dict[str, Any] = await until(look)
         return placed

@@ -339,10 +339,11 @@ class Fleet:
             self._peers[key] = Peers(zlib.crc32(repr(endpoints).encode()), endpoints)
         return self._peers[key]
 
-    def is_out_of_step(self, info: ReplicaInfo, now_s: float) -> bool:
-        """Whether a loaded replica has nobody to exchange KV with, and another engine's of its role has.
+    def is_out_of_step(self, info: ReplicaInfo, phase: Phase, now_s: float) -> bool:
+        """Whether a replica that is starting is ahead of all that it could exchange KV with, while an old pair serves.
 
-        If it started, Serve would stop such a one, and take a pair apart before the next is whole.
+        If it had started, Serve would stop one of that pair before the next is whole. Loaded, it waits until another is
+        loaded; ready, until another is ready.
         """
         loaded, serving = set(), set()
         for arrival in self._arrivals.values():
@@ -353,7 +354,7 @@ class Fleet:
             if arrival.snapshot.phase is Phase.READY:
                 serving.add((other.role, other.fingerprint))
         partner = Role.DECODE if info.role is Role.PREFILL else Role.PREFILL
-        if (partner, info.fingerprint) in loaded:
+        if (partner, info.fingerprint) in (serving if phase is Phase.READY else loaded):
             return False
         return any(role is info.role and (partner, engine) in serving for role, engine in serving)
 

@@ -146,7 +146,7 @@ class ReplicaSnapshot:
     newest last, `finished_version` the count of all that ever did, so that a lost snapshot loses none.
     `steps`: steps since the last snapshot. `cache`: none when nothing changed, or where the engine does not tell.
     With `placement.overcommit` over 1, `held_tokens`: of each of `sessions` prompt and answer so far, 0 before its
-    first output; `movable`: those of them that can go on elsewhere.
+    first output; `movable`: those of them that can go on elsewhere. `is_starting`: Serve does not know of it yet.
     """
 
     replica_id: str
@@ -170,6 +170,7 @@ class ReplicaSnapshot:
     cache: CacheChange | None = None
     held_tokens: tuple[int, ...] = ()
     movable: frozenset[str] = frozenset()
+    is_starting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class ReportAnswer:
     """What the manager says to a snapshot.
 
     `peers`: none when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none; the
-    next is to be a whole one. `hold`: a replica that is loaded is not to start yet (`Fleet.is_out_of_step`).
+    next is to be a whole one. `hold`: a replica that is starting is not to go on yet (`Fleet.is_out_of_step`).
     `move`: the sessions that it is to let go, before its KV blocks run out. `interval_s`: it is to report no more
     often, also if its configuration lets it, but for what cannot wait.
     """

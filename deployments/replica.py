@@ -43,6 +43,8 @@ CANCEL_AGAIN_S = 0.5
 STEPS_KEPT = 64
 FINISHED_KEPT = 64
 TURN_TIMEOUT_S = 600.0
+PAIR_TIMEOUT_S = 2.0
+"""What is placed here before Serve knows of it waits, `router.APPEAR_S` at most."""
 
 
 class ReportPort(Protocol):
@@ -113,7 +115,8 @@ class Replica:
         self._peers = Peers(0, ())
         self._has_news_of_peers = asyncio.Event()
         self._resync = False
-        self._is_held: bool | None = None
+        self._held: dict[Phase, bool] = {}  # what the manager said to the last report from each phase of the start
+        self._is_starting = True
         self._has_answer = asyncio.Event()
         self._is_stopping = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,16 +146,19 @@ class Replica:
         self._own(self._watch_loop(), "watch")
         self._own(self._lease_loop(), "lease")
         self._changed.set()
-        await self._wait_for_turn()
+        await self._while_held(TURN_TIMEOUT_S)
         self._refuse_if_failed()
         self._enter(Phase.READY)
+        await self._while_held(PAIR_TIMEOUT_S)
+        self._refuse_if_failed()
+        self._is_starting = False
 
-    async def _wait_for_turn(self) -> None:
+    async def _while_held(self, timeout_s: float) -> None:
         """Serve stops an old replica when its successor has started. So that both sides shift in step, one whose engine
-        nobody can pair with yet has not started: the old pair serves until a partner is loaded as well."""
+        nobody can pair with yet has not started: the old pair serves until a partner is ready as well."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TURN_TIMEOUT_S):
-                while self._is_held is not False and self._error is None:
+            async with asyncio.timeout(timeout_s):
+                while self._held.get(self._phase) is not False and self._error is None:
                     self._has_answer.clear()
                     await self._has_answer.wait()
 
@@ -282,25 +288,26 @@ class Replica:
             self._urgent.clear()
             self._told_finished = self._finished_version
             await self._refresh_counters()
-            has_info = self._info is not None
+            snapshot = self._snapshot()
             try:
                 async with asyncio.timeout(REPORT_TIMEOUT_S):
-                    self._heed(await self._port.report(self._snapshot()), has_info)
+                    self._heed(await self._port.report(snapshot), snapshot)
             except (TimeoutError, Unavailable) as error:
                 self._resync = True
-                if has_info and self._is_held is None:  # nobody can tell, so there is nothing to wait for
-                    self._is_held = False
+                if snapshot.info is not None:  # where nobody has ever told, there is nothing to wait for
+                    self._held.setdefault(snapshot.phase, False)
                     self._has_answer.set()
                 logger.warning("the session manager did not take a snapshot: %r", error)
             interval_s = self._config.snapshot_interval_s
             await asyncio.sleep(interval_s)
             await set_within(self._urgent, self._interval_s - interval_s)
-            await set_within(self._changed, HEARTBEAT_S - max(0.0, self._interval_s - interval_s))
+            if self._resync or not self._held.get(self._phase):  # who is held asks again at once, if somebody answers
+                await set_within(self._changed, HEARTBEAT_S - max(0.0, self._interval_s - interval_s))
 
-    def _heed(self, answer: ReportAnswer, has_info: bool) -> None:
+    def _heed(self, answer: ReportAnswer, snapshot: ReplicaSnapshot) -> None:
         self._resync, self._interval_s = answer.resync, answer.interval_s
-        if has_info:
-            self._is_held = answer.hold
+        if snapshot.info is not None:
+            self._held[snapshot.phase] = answer.hold
             self._has_answer.set()
         if answer.resync:
             self._changed.set()
@@ -389,6 +396,7 @@ class Replica:
             cache=None if self._info is None else self._engine.cache_change(whole=self._resync),
             held_tokens=tuple(live.held_tokens for live in self._live.values()) if grows else (),
             movable=frozenset(live.task.session_id for live in self._live.values() if grows and live.task.movable),
+            is_starting=self._is_starting,
         )
 
     async def counters(self) -> dict[str, float]:

@@ -136,10 +136,10 @@ class SessionManager:
         self._tell()
         interval_s = self._interval_s()
         if snapshot.info is None or self._listens_s() > 0:
-            return ReportAnswer(resync=missed, hold=snapshot.phase is Phase.LOADING, interval_s=interval_s)
+            return ReportAnswer(resync=missed, hold=snapshot.is_starting, interval_s=interval_s)
         peers = self._allocator.fleet.peers(snapshot.info)
         news = peers if peers.version != snapshot.peers_version else None
-        hold = snapshot.phase is Phase.LOADING and self._allocator.fleet.is_out_of_step(snapshot.info, now_s)
+        hold = snapshot.is_starting and self._allocator.fleet.is_out_of_step(snapshot.info, snapshot.phase, now_s)
         return ReportAnswer(news, missed, hold, self._allocator.let_go(snapshot, now_s), interval_s)
 
     def _interval_s(self) -> float:

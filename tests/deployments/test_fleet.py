@@ -351,35 +351,34 @@ def test_the_ledger_is_exact_after_any_order_of_messages(events: list[tuple[str,
         assert (view.free_blocks, view.sessions, view.busy_until_s) == (view.info.total_blocks, 0, 0.0)
 
 
+OLD_PAIR = (("old", Role.PREFILL, Phase.READY), ("old", Role.DECODE, Phase.READY))
+
+
 @pytest.mark.parametrize(
-    ("others", "expected"),
+    ("others", "loading", "ready"),
     [
-        ([], False),
-        ([("new", Role.DECODE, Phase.LOADING)], False),
-        ([("old", Role.PREFILL, Phase.READY)], False),
-        ([("old", Role.DECODE, Phase.READY)], False),
-        ([("old", Role.PREFILL, Phase.READY), ("old", Role.DECODE, Phase.READY)], True),
-        ([("old", Role.PREFILL, Phase.READY), ("older", Role.DECODE, Phase.READY)], False),
-        ([("old", Role.PREFILL, Phase.READY), ("old", Role.DECODE, Phase.DRAINING)], False),
-        (
-            [
-                ("old", Role.PREFILL, Phase.READY),
-                ("old", Role.DECODE, Phase.READY),
-                ("new", Role.DECODE, Phase.LOADING),
-            ],
-            False,
-        ),
+        ([], False, False),
+        ([("new", Role.DECODE, Phase.LOADING)], False, False),
+        ([("old", Role.PREFILL, Phase.READY)], False, False),
+        ([("old", Role.DECODE, Phase.READY)], False, False),
+        ([*OLD_PAIR], True, True),
+        ([("old", Role.PREFILL, Phase.READY), ("older", Role.DECODE, Phase.READY)], False, False),
+        ([("old", Role.PREFILL, Phase.READY), ("old", Role.DECODE, Phase.DRAINING)], False, False),
+        ([*OLD_PAIR, ("new", Role.DECODE, Phase.LOADING)], False, True),
+        ([*OLD_PAIR, ("new", Role.DECODE, Phase.READY)], False, False),
+        ([*OLD_PAIR, ("new", Role.DECODE, Phase.DRAINING)], True, True),
     ],
 )
 def test_a_new_engine_is_out_of_step_while_an_old_pair_serves_and_it_has_no_partner(
-    others: list[tuple[str, Role, Phase]], expected: bool
+    others: list[tuple[str, Role, Phase]], loading: bool, ready: bool
 ) -> None:
     fleet, new = make_fleet(), replace(info("new-prefill", Role.PREFILL), fingerprint="new")
     fleet.update(snapshot(new, phase=Phase.LOADING), 0.0)
     for number, (engine, role, phase) in enumerate(others):
         fleet.update(snapshot(replace(info(f"r{number}", role), fingerprint=engine), phase=phase), 0.0)
-    assert fleet.is_out_of_step(new, 0.0) is expected
-    assert not fleet.is_out_of_step(new, 5.1), "who has fallen silent serves nobody"
+    for phase, expected in ((Phase.LOADING, loading), (Phase.READY, ready)):
+        assert fleet.is_out_of_step(new, phase, 0.0) is expected
+        assert not fleet.is_out_of_step(new, phase, 5.1), "who has fallen silent serves nobody"
 
 
 def test_epochs_go_on_from_those_of_another_ledger(fleet: Fleet) -> None:

@@ -58,6 +58,7 @@ SNAPSHOT = ReplicaSnapshot(
     cache=CacheChange(4, (0, 2**64 - 1), (17,), True),
     held_tokens=(40, 0),
     movable=frozenset({"s"}),
+    is_starting=True,
 )
 REQUEST = SessionRequest(
     "s",

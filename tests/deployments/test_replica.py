@@ -106,7 +106,7 @@ class Manager:
         self.snapshots: list[ReplicaSnapshot] = []
         self.outage: Unavailable | None = None
         self.peers: Peers | None = None
-        self.resync = self.hold = False
+        self.resync, self.held = False, set[Phase]()
         self.move: tuple[str, ...] = ()
         self.interval_s = 0.0
         self.refused = 0
@@ -120,7 +120,7 @@ class Manager:
         self._came.set()
         resync, self.resync = self.resync, False
         peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
-        return ReportAnswer(peers, resync, self.hold, self.move, self.interval_s)
+        return ReportAnswer(peers, resync, snapshot.phase in self.held, self.move, self.interval_s)
 
     @property
     def last(self) -> ReplicaSnapshot:
@@ -568,13 +568,13 @@ async def test_an_idle_engine_uses_nothing_whatever_it_said_last(up: Fixture) ->
 
 
 async def test_it_tells_what_its_engine_caches(up: Fixture) -> None:
-    first = await up.manager.until(lambda snapshot: snapshot.cache is not None)
-    assert first.cache == CacheChange(1, whole=True)
+    told = [snapshot.cache for snapshot in up.manager.snapshots if snapshot.cache is not None]
+    assert told == [CacheChange(1, whole=True)]
     up.engine.cache.stored([1, 2])
     up.engine.put(cached_blocks=9, used_blocks=4)
-    told = await up.manager.until(lambda snapshot: snapshot.cache is not None and snapshot.cache.sequence > 1)
-    assert told.cache == CacheChange(2, stored=(1, 2))
-    assert told.cached_blocks in (5, 9)  # an idle engine uses no block, whatever it said last
+    then = await up.manager.until(lambda snapshot: snapshot.cache is not None and snapshot.cache.sequence > 1)
+    assert then.cache == CacheChange(2, stored=(1, 2))
+    assert then.cached_blocks in (5, 9)  # an idle engine uses no block, whatever it said last
 
 
 async def test_it_tells_the_whole_when_the_manager_missed_something(up: Fixture) -> None:
@@ -594,7 +594,6 @@ async def test_it_tells_the_whole_when_the_manager_missed_something(up: Fixture)
 
 
 async def test_what_an_outage_swallowed_is_told_after_it(up: Fixture) -> None:
-    await up.manager.until(lambda snapshot: snapshot.cache is not None)
     up.manager.outage = Unavailable("gone")
     up.engine.cache.stored([1])
     up.engine.put()
@@ -669,9 +668,11 @@ async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: F
     assert [part.session_id for part in told.finished] == [f"s-r{number}" for number in range(6, count)]
 
 
-async def test_a_replica_that_is_held_is_not_ready(idle: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 0.005)
-    idle.manager.hold = True
+async def test_a_replica_that_is_held_is_not_ready_and_asks_again(
+    idle: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 2 * WAIT_S)
+    idle.manager.held = {Phase.LOADING}
     starting = asyncio.create_task(idle.replica.start())
     loaded = await idle.manager.until(lambda snapshot: snapshot.info is not None)
     count = len(idle.manager.snapshots)
@@ -680,15 +681,53 @@ async def test_a_replica_that_is_held_is_not_ready(idle: Fixture, monkeypatch: p
     assert {loaded.phase, idle.manager.last.phase} == {Phase.LOADING}
     with pytest.raises(EngineError, match="not ready"):
         await idle.replica.run(idle.task())
-    idle.manager.hold = False
+    idle.manager.held.clear()
     await asyncio.wait_for(starting, WAIT_S)
     await idle.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
 
 
-async def test_a_replica_whose_engine_dies_while_it_is_held_does_not_start(idle: Fixture) -> None:
-    idle.manager.hold = True
+async def test_a_replica_that_is_held_does_not_press_a_manager_that_is_away(idle: Fixture) -> None:
+    idle.manager.held = {Phase.LOADING}
     starting = asyncio.create_task(idle.replica.start())
     await idle.manager.until(lambda snapshot: snapshot.info is not None)
+    idle.manager.outage = Unavailable("gone")
+    await until(lambda: idle.manager.refused)
+    await asyncio.sleep(0.1)  # 20 intervals
+    assert idle.manager.refused == 1, "the next is for its heartbeat"
+    assert not starting.done()
+    starting.cancel()
+
+
+async def test_a_replica_is_ready_before_serve_knows_of_it(idle: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "PAIR_TIMEOUT_S", 2 * WAIT_S)
+    idle.manager.held = {Phase.READY}
+    starting = asyncio.create_task(idle.replica.start())
+    await idle.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
+    count = len(idle.manager.snapshots)
+    await until(lambda: len(idle.manager.snapshots) > count + 3)
+    assert not starting.done()
+    assert idle.manager.last.is_starting
+    run = await idle.begin("a")
+    idle.manager.held.clear()
+    await asyncio.wait_for(starting, WAIT_S)
+    idle.engine.put(("a", 1, True))
+    assert (await run).outcome == "finished"
+    await idle.manager.until(lambda snapshot: not snapshot.is_starting)
+
+
+async def test_a_replica_that_is_ready_does_not_wait_long_for_another(
+    idle: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "PAIR_TIMEOUT_S", 0.05)
+    idle.manager.held = {Phase.READY}
+    await asyncio.wait_for(idle.replica.start(), WAIT_S)
+
+
+@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.READY])
+async def test_a_replica_whose_engine_dies_while_it_is_held_does_not_start(idle: Fixture, phase: Phase) -> None:
+    idle.manager.held = {phase}
+    starting = asyncio.create_task(idle.replica.start())
+    await idle.manager.until(lambda snapshot: snapshot.info is not None and snapshot.phase is phase)
     idle.engine.steps.put_nowait(EngineError("out of memory"))
     with pytest.raises(EngineError, match="out of memory"):
         await asyncio.wait_for(starting, WAIT_S)

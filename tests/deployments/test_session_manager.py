@@ -419,15 +419,20 @@ async def test_a_manager_that_leaves_sends_those_who_wait_to_the_next(cluster: C
     await cluster.manager.close("a", placement.epoch, "length")
 
 
-async def test_a_loaded_replica_is_held_until_its_engine_has_a_partner(cluster: Cluster) -> None:
-    async def held(replica: ReplicaInfo, version: int, phase: Phase = Phase.LOADING) -> bool:
-        return (await cluster.manager.report(ReplicaSnapshot(replica.replica_id, version, phase, replica))).hold
+async def test_a_replica_that_is_starting_is_held_until_its_engine_has_a_partner(cluster: Cluster) -> None:
+    async def held(replica: ReplicaInfo, version: int, phase: Phase, is_starting: bool = True) -> bool:
+        snapshot = ReplicaSnapshot(replica.replica_id, version, phase, replica, is_starting=is_starting)
+        return (await cluster.manager.report(snapshot)).hold
 
     prefill, decode = (replace(each, replica_id=f"new-{each.pool}", fingerprint="new") for each in (P0, D0))
-    assert await held(prefill, 1)
-    assert not await held(decode, 1)
-    assert not await held(prefill, 2)
-    assert not await held(replace(D0, replica_id="odd", fingerprint="odd"), 1, Phase.READY)
+    assert await held(prefill, 1, Phase.LOADING)
+    assert not await held(decode, 1, Phase.LOADING)
+    assert await held(decode, 2, Phase.READY), "Serve would stop an old one, and nobody can pair with this one yet"
+    assert not await held(prefill, 2, Phase.LOADING)
+    assert not await held(prefill, 3, Phase.READY)
+    assert not await held(decode, 3, Phase.READY)
+    odd = replace(D0, replica_id="odd", fingerprint="odd")
+    assert not await held(odd, 1, Phase.READY, is_starting=False)
 
 
 @pytest.mark.parametrize(("overcommit", "expected"), [(1.0, [0.0, 0.2, 1.0, 1.0]), (1.2, [0.0] * 4)])

@@ -227,12 +227,7 @@ async def test_the_sessions_of_an_ingress_that_is_killed_are_ended(mock: Cluster
     await until(lambda: bool(mock.running()), BACK_WITHIN_S, "no update is under way")
     async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as http:
         running = [asyncio.create_task(stream(http, 200 + n, tokens=1900)) for n in range(4)]
-
-        def decoding() -> bool:
-            promises = mock.status()["promises"]
-            return len(promises) == 4 and not any(promise["prefilling"] for promise in promises)
-
-        await until(decoding, BACK_WITHIN_S, "they are being answered")
+        await until(lambda: mock.decoding(4), BACK_WITHIN_S, "they are being answered")
         mock.kill("ingress")
         ended = await asyncio.gather(*running, return_exceptions=True)
         assert not [each for each in ended if each == (200, 1900, "length")], "they were over before"

@@ -32,7 +32,8 @@ from deployments.messages import (
     SessionTask,
     StepSample,
 )
-from deployments.replica import FINISHED_KEPT, Identity, Replica
+from deployments.replica import FINISHED_KEPT, PAIR_TIMEOUT_S, Identity, Replica
+from deployments.router import APPEAR_S
 from deployments.wire import OutputReceiver
 
 WAIT_S = 60.0
@@ -721,6 +722,10 @@ async def test_a_replica_that_is_ready_does_not_wait_long_for_another(
     monkeypatch.setattr(replica_module, "PAIR_TIMEOUT_S", 0.05)
     idle.manager.held = {Phase.READY}
     await asyncio.wait_for(idle.replica.start(), WAIT_S)
+
+
+def test_what_is_placed_on_a_replica_that_waits_for_another_outlasts_that() -> None:
+    assert 2 * PAIR_TIMEOUT_S < APPEAR_S, "and Serve has as long to tell its handles"
 
 
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.READY])

@@ -35,7 +35,7 @@ async def test_an_ingress_that_is_killed_breaks_its_answers_and_the_next_one_ser
         async with client.stream("POST", "/v1/completions", json=long | {"stream": True}) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
-            await until(lambda: both_decode(mock), BACK_WITHIN_S, "both are being answered")
+            await until(lambda: mock.decoding(2), BACK_WITHIN_S, "both are being answered")
             mock.kill("ingress")
             with pytest.raises(httpx.HTTPError):
                 async for _ in lines:
@@ -45,11 +45,6 @@ async def test_an_ingress_that_is_killed_breaks_its_answers_and_the_next_one_ser
         assert short.json()["usage"]["completion_tokens"] == 5, "it waited for the next ingress"
     status = await asyncio.to_thread(mock.settled)
     assert status["sessions"]["closed"]["orphaned"] == 2
-
-
-def both_decode(cluster: Cluster) -> bool:
-    promises = cluster.status()["promises"]
-    return len(promises) == 2 and not any(promise["prefilling"] for promise in promises)
 
 
 async def test_ctrl_c_lets_answers_end(mock: Cluster) -> None:

@@ -76,6 +76,11 @@ class Cluster:
         (pid,) = [pid for pid, line in processes(self.marker).items() if line.startswith(title)]
         os.kill(pid, signal.SIGKILL)
 
+    def decoding(self, count: int) -> bool:
+        """Whether so many sessions are placed, and the prefill of each is over."""
+        promises = self.status()["promises"]
+        return len(promises) == count and not any(promise["prefilling"] for promise in promises)
+
     def used_blocks(self) -> int:
         return _used(self.status())
 

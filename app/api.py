@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from app.caller import request_context
 from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer
-from app.exchange import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
+from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
+from app.request_identity import request_context
 from configs.schema import IngressConfig
-from deployments.request_context import RequestContext, current
+from deployments.cluster.request_context import RequestContext, current
 
 CONTROL_TIMEOUT_S = 2.0
 BODY_TIMEOUT_S = 60.0

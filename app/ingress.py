@@ -11,17 +11,17 @@ from ray.util import get_node_ip_address
 
 from app.api import Gateway
 from configs.schema import BatonConfig
-from deployments.collector import starting
+from deployments.cluster.request_context import RequestContext
 from deployments.engine.build import checkpoint
 from deployments.errors import Unavailable
+from deployments.host.garbage import starting
+from deployments.manager.stand_in import StandIn
 from deployments.messages import Handoff
-from deployments.request_context import RequestContext
-from deployments.serve_leaving import is_application_leaving, until_leaving
-from deployments.serve_ports import ServePool, ServePools, manager_client
-from deployments.stand_in import StandIn
+from deployments.serve.leaving import is_application_leaving, until_leaving
+from deployments.serve.ports import ServePool, ServePools, manager_client
 
 if TYPE_CHECKING:
-    from deployments.cluster_core import ClusterCore
+    from deployments.cluster.core import ClusterCore
 
 
 class FrontendDead(Exception):
@@ -48,7 +48,7 @@ class Ingress:
 
     async def _build(self) -> Gateway:
         from app.frontend import build_server
-        from deployments.cluster_core import ClusterCore
+        from deployments.cluster.core import ClusterCore
 
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED

@@ -11,15 +11,15 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from app.ingress import Ingress
 from configs.schema import BatonConfig, PoolConfig
-from deployments.drain import STOP_S
 from deployments.engine.build import environment, offline
-from deployments.serve_replica import ServeReplica
-from deployments.serve_session_manager import ServeSessionManager
+from deployments.replica.drain import STOP_S
+from deployments.serve.manager import ServeSessionManager
+from deployments.serve.replica import ServeReplica
 
 NO_LIMIT = 100_000  # admission limits sessions; Serve must never queue or refuse what it has placed
 ONE_MORE = 1
 """As a percentage of the replicas, rounded up: an update starts a successor before it stops the old one."""
-PLACED = RequestRouterConfig(request_router_class="deployments.router:PlacedRouter")
+PLACED = RequestRouterConfig(request_router_class="deployments.serve.router:PlacedRouter")
 
 
 def build(config: BatonConfig) -> Application:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from transfer.blocks import blocks_for
+from transfer.memory.blocks import blocks_for
 
 
 class Role(StrEnum):
@@ -219,8 +219,8 @@ class SessionRequest:
 
     `allowed`: the modes in which the request's parameters can be served exactly, best first; `rule` names the
     reason when that is not all of them. `hashes`: chained hashes of the prompt's full blocks
-    (`transfer.blocks.chained_hashes`). `priority`: the class that it asks for, "" the default one. `client`: whom
-    fairness is between. `affinity`: sessions with the same key go to the same replicas where they can.
+    (`transfer.memory.blocks.chained_hashes`). `priority`: the class that it asks for, "" the default one.
+    `client`: whom fairness is between. `affinity`: sessions with the same key go to the same replicas where they can.
     `adapter`: the LoRA adapter it needs. `chat`: it came as messages, not as text. `attempt`: which placement of the
     session this is, from 1; a later one is what is left of it, with the tokens answered so far as part of the prompt.
     `leaving`: the replica that has let it go, where its KV cache is; "" where it was lost, and for a first attempt.

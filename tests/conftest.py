@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 SETTLE_S = 5.0
-ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/test_transfer_bench.py")
+ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/bench/test_transfer.py")
 
 
 class Lines(LoadScopeScheduling):  # type: ignore[misc]

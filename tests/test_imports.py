@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PURE = (
-    "deployments/fleet.py",
+    "deployments/fleet/fleet.py",
     "deployments/policy",
-    "deployments/session.py",
-    "transfer/blocks.py",
-    "transfer/handoff.py",
-    "transfer/layout.py",
+    "deployments/cluster/session.py",
+    "transfer/memory/blocks.py",
+    "transfer/control/handoff.py",
+    "transfer/memory/layout.py",
 )
 # Time, randomness, ids, concurrency and the outside world are arguments of a decision, never fetched by it.
 IMPURE = frozenset(

@@ -117,7 +117,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_every_split_rule_is_in_the_table() -> None:
-    source = (ROOT / "deployments/policy/split.py").read_text()
+    source = (ROOT / "deployments/policy/placement/split.py").read_text()
     rules = set(re.findall(r', "(\w+)"\)', source)) | {"one_token"}
     assert len(rules) == 5
     assert set(table("Which requests are split")) == rules

@@ -8,8 +8,8 @@ a decode process hold a KV cache each, on two GPUs where there are two. What is 
   `torch.Tensor.copy_` of as many bytes on the device, and between devices where there are two. GB are 10^9 bytes,
   counted once.
 - overlap: a transformer prefills a prompt in chunks; after each layer's attention an event is recorded on the compute
-  stream and handed to the channel, as `transfer/connector.py` does. The prefill has ended when its stream has. Rounds
-  with writes and without take turns; medians.
+  stream and handed to the channel, as `transfer/vllm/connector.py` does. The prefill has ended when its stream has.
+  Rounds with writes and without take turns; medians.
 
 The last line of stdout is one JSON object. Exit status: 0; 1 when bytes are wrong, something took too long, or a side
 failed; 2 when there is no GPU, or a package is missing.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.schema import BatonConfig, VllmEngineConfig
+from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.engine.protocol import Engine
-from deployments.model import DEFAULT_CACHE_DIR, resolve
-from deployments.replica import Identity
+from deployments.replica.replica import Identity
 
 
 def checkpoint(config: BatonConfig) -> str:
@@ -20,7 +20,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
     pool = config.pools[identity.pool]
     engine = pool.engine
     if isinstance(engine, VllmEngineConfig):
-        from deployments.engine.vllm import PullEngine, VllmEngine
+        from deployments.engine.vllm.engine import PullEngine, VllmEngine
 
         kind = PullEngine if config.channel.kind == "vllm" else VllmEngine
         return kind(
@@ -34,12 +34,12 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             host=identity.host,
             device=pool.device or pool.resources.accelerator_type,
         )
-    from deployments.engine.mock import MockEngine
-    from transfer.plane import InProcessPlane, Plane
+    from deployments.engine.mock.engine import MockEngine
+    from transfer.memory.plane import InProcessPlane, Plane
 
     plane: Plane
     if config.channel.kind == "nixl":
-        from transfer.nixl_channel import NixlPlane
+        from transfer.memory.nixl_plane import NixlPlane
 
         plane = NixlPlane(identity.replica_id, config.channel.backend, config.channel.transports)
     else:

@@ -2,7 +2,7 @@
 
 The engine's process publishes an event for every block that it caches or evicts; blocks whose KV came from a peer are
 among them. vLLM names blocks by hashes of its own, so the tokens in the events are hashed again, our way.
-Imports no vLLM: tests/deployments/engine/test_vllm_contract.py holds the structs here against its own.
+Imports no vLLM: tests/deployments/engine/vllm/test_contract.py holds the structs here against its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from deployments.engine.cache_log import CacheLog
-from transfer.blocks import chained_hashes
+from transfer.memory.blocks import chained_hashes
 
 logger = logging.getLogger("baton.engine")
 

@@ -13,8 +13,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
-from deployments.processes import descendants
-from deployments.shared_memory import remove, shared_memory_of
+from deployments.host.processes import descendants
+from deployments.host.shared_memory import remove, shared_memory_of
 
 FOLDER = "VLLM_RPC_BASE_PATH"
 LONGEST = 107 - len("/baton-12345678") - len("/00000000-0000-0000-0000-000000000000")

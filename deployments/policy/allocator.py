@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema import BatonConfig
-from deployments.fleet import Fleet, Promise
-from deployments.fleet_view import UNKNOWN, View
+from deployments.fleet.fleet import Fleet, Promise
+from deployments.fleet.view import UNKNOWN, View
 from deployments.messages import (
     Admit,
     Decision,
@@ -27,19 +27,19 @@ from deployments.messages import (
     SessionRequest,
     StepSample,
 )
-from deployments.policy.admission import WaitingRoom
-from deployments.policy.breakers import Breakers
+from deployments.policy.admission.breakers import Breakers
+from deployments.policy.admission.classes import PriorityClass, PriorityClasses
+from deployments.policy.admission.objectives import times, verdict
+from deployments.policy.admission.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
+from deployments.policy.admission.waiting_room import WaitingRoom
 from deployments.policy.chance import Chance
-from deployments.policy.classes import PriorityClass, PriorityClasses
-from deployments.policy.latency import Coefficients, StepModel
-from deployments.policy.length import LengthPredictor
-from deployments.policy.objectives import times, verdict
-from deployments.policy.outlook import Knowledge, Limits
-from deployments.policy.placement import PlacementSettings, claimed, place, takes
-from deployments.policy.policies import POLICIES
-from deployments.policy.prefix_index import PrefixIndex
-from deployments.policy.relief import REST, Relief, Running, let_go, room_of
-from deployments.policy.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
+from deployments.policy.placement.baselines import POLICIES
+from deployments.policy.placement.estimates import Knowledge, Limits
+from deployments.policy.placement.place import PlacementSettings, claimed, place, takes
+from deployments.policy.placement.relief import REST, Relief, Running, let_go, room_of
+from deployments.policy.prediction.answer_length import LengthPredictor
+from deployments.policy.prediction.prefix_index import PrefixIndex
+from deployments.policy.prediction.step_time import Coefficients, StepModel
 
 CLOSED = "the session was closed before it could be opened"
 

@@ -6,9 +6,9 @@ stdout is one JSON object. `real` needs about 20 minutes beside the mock's half 
 **What runs: `mock`.** 200 clients. The session manager, the cluster core, twelve replicas and the KV channel's state
 machines are the real ones, in one process without Ray; the engines are mocks (a step takes 50 ms), whose tokens are
 read from the KV in their blocks. Faults follow each other in `--streams` streams, each at a point of a session's life
-that is drawn as its kind is (`load_tests/points.py`): an engine is killed, with its KV channel, and replaced within
-50 ms; KV writes fail for up to 50 ms; an engine stops for up to 200 ms, its writes under way; is slowed down to a
-multiple for up to 300 ms; has no free blocks for up to 100 ms; a pool refuses calls for up to 50 ms; half of what a
+that is drawn as its kind is (`load_tests/chaos/points.py`): an engine is killed, with its KV channel, and replaced
+within 50 ms; KV writes fail for up to 50 ms; an engine stops for up to 200 ms, its writes under way; is slowed down to
+a multiple for up to 300 ms; has no free blocks for up to 100 ms; a pool refuses calls for up to 50 ms; half of what a
 worker sends to its peers for up to 100 ms is dropped, delayed by up to 100 ms, sent twice or changed by one bit. One
 fault in fifty kills the session manager, for up to 300 ms, or the ingress.
 
@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from load_tests.chaos import mock, real
-from load_tests.machine import conditions
+from load_tests.harness.machine import conditions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,9 +31,10 @@ from statistics import median, quantiles
 from typing import Any
 
 from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, PoolConfig
-from deployments.collector import Collector
-from deployments.manager_client import ManagerClient
-from deployments.manager_server import ManagerServer
+from deployments.host.garbage import Collector
+from deployments.manager.client import ManagerClient
+from deployments.manager.manager import SessionManager
+from deployments.manager.server import ManagerServer
 from deployments.messages import (
     Admit,
     Phase,
@@ -44,8 +45,7 @@ from deployments.messages import (
     SessionRequest,
     StepSample,
 )
-from deployments.session_manager import SessionManager
-from load_tests.machine import conditions
+from load_tests.harness.machine import conditions
 
 SECRET = "a benchmark"
 BLOCK, BLOCKS = 16, 50_000

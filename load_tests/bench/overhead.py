@@ -10,7 +10,7 @@ whole application, one prefill and one decode replica with mock engines whose st
 one replica has all of a request, as in Ray Serve LLM's plain application. `baton_serve_proxy`: split, with Serve's
 HTTP proxy in place of HAProxy (`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that
 streams events of the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker
-computes nothing (`load_tests/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same
+computes nothing (`load_tests/harness/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same
 worker, one replica (its prefill-decode application has one hop and one engine more, and needs a real worker).
 
 **What is asked.** So many streams at any time, each followed by the next: prompts of 32 tokens, answers of 64, for
@@ -36,15 +36,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from load_tests.client import Answer, Client, closed_loop
-from load_tests.machine import Stolen, conditions
-from load_tests.peers.doubles import DOUBLES, MOST_STREAMS, Double, started
-from load_tests.peers.group import PeerError
-from load_tests.peers.peers import Peer
-from load_tests.peers.settings import settings
-from load_tests.processes import cpu_by_process, title
-from load_tests.serving_figures import e2e_s, gaps_s, percentiles, rounded, ttft_s
-from load_tests.workloads import Shape, asks
+from load_tests.harness.machine import Stolen, conditions
+from load_tests.harness.peers.doubles import DOUBLES, MOST_STREAMS, Double, started
+from load_tests.harness.peers.group import PeerError
+from load_tests.harness.peers.peers import Peer
+from load_tests.harness.peers.settings import settings
+from load_tests.harness.processes import cpu_by_process, title
+from load_tests.report.serving import e2e_s, gaps_s, percentiles, rounded, ttft_s
+from load_tests.traffic.client import Answer, Client, closed_loop
+from load_tests.traffic.workloads import Shape, asks
 
 SHAPE = Shape("overhead", 32, 64)
 ENGINE, DAEMONS = "engine", "daemons"

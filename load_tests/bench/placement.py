@@ -6,7 +6,7 @@ Progress goes to stderr; the last line of stdout is one JSON object.
 **What runs.** `Allocator.open` of the policy `joint`, as the session manager calls it: prediction of the answer's
 length, the lookup of the prompt's blocks in the prefix index, choice of the pair, objectives of the class, the
 ledger's entry and the index's optimistic one. Nothing is mocked, and nothing else runs in the process. Automatic
-garbage collection is off, as in the session manager's process (`deployments/collector.py`); `collect_ms` is what a
+garbage collection is off, as in the session manager's process (`deployments/host/garbage.py`); `collect_ms` is what a
 collection of everything takes, which happens there every ten minutes.
 A third of the replicas prefill, the others decode, in two unlike pools.
 
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
-from deployments.collector import Collector
+from deployments.host.garbage import Collector
 from deployments.messages import (
     Admit,
     CacheChange,
@@ -48,8 +48,8 @@ from deployments.messages import (
     StepSample,
 )
 from deployments.policy.allocator import Allocator
-from deployments.policy.prefix_index import PrefixIndex
-from load_tests.machine import conditions
+from deployments.policy.prediction.prefix_index import PrefixIndex
+from load_tests.harness.machine import conditions
 
 BLOCK = 128
 PROMPT_BLOCKS = 32

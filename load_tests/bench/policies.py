@@ -45,7 +45,7 @@ from dataclasses import asdict, replace
 from typing import Any, get_args
 
 from configs.schema import PlacementConfig
-from load_tests.machine import conditions
+from load_tests.harness.machine import conditions
 from load_tests.simulator.experiment import MADE, Experiment, classes_of, load_trace, perform
 from load_tests.simulator.traces import TraceError
 from load_tests.simulator.verdict import OURS, TWOFOLD, compare, knee, peak_load

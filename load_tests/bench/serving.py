@@ -2,7 +2,7 @@
 
 `make bench NAME=serving`; shorter: `ARGS="--rounds 1 --rates 1.5 --concurrency 16 --seconds 20 --peers baton,vllm"`.
 Progress goes to stderr; the last line of stdout is one JSON object. Every run is also written to `--out`, with the
-arrival of every token; `python -m load_tests.plots FILES` draws them.
+arrival of every token; `python -m load_tests.report.plots FILES` draws them.
 
 **Who.** `baton`: `configs/cpu-1p1d.yaml` with the default placement, or `--config`. `vllm`: two `vllm serve`, each
 prefilling and decoding, prompts in chunks of vLLM's default size; the client sends to them in turn, which costs them
@@ -50,16 +50,16 @@ from typing import Any
 
 import httpx
 
-from load_tests.application import ROOT
-from load_tests.client import Answer, Client, closed_loop, open_loop
-from load_tests.machine import Stolen, conditions
-from load_tests.peers.group import PeerError
-from load_tests.peers.peers import PEERS, Peer, started
-from load_tests.peers.settings import Settings, settings
-from load_tests.serving_figures import rounded
-from load_tests.serving_results import Results, Row, closed_row, mixed_row, objectives_for, trace_row
+from load_tests.harness.application import ROOT
+from load_tests.harness.machine import Stolen, conditions
+from load_tests.harness.peers.group import PeerError
+from load_tests.harness.peers.peers import PEERS, Peer, started
+from load_tests.harness.peers.settings import Settings, settings
+from load_tests.report.serving import rounded
+from load_tests.report.serving_rounds import Results, Row, closed_row, mixed_row, objectives_for, trace_row
 from load_tests.simulator.traces import TraceError, find
-from load_tests.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, prompt_of, replay, unlike
+from load_tests.traffic.client import Answer, Client, closed_loop, open_loop
+from load_tests.traffic.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, prompt_of, replay, unlike
 
 MOST_CONCURRENCY, MOST_TRIES = 10_000, 100
 ARRIVALS = {"poisson": poisson, "bursts": bursts}

@@ -34,9 +34,9 @@ import httpx
 import numpy as np
 import yaml
 
-from deployments.policy.latency import Coefficients
-from load_tests.application import ROOT, Application
-from load_tests.machine import conditions
+from deployments.policy.prediction.step_time import Coefficients
+from load_tests.harness.application import ROOT, Application
+from load_tests.harness.machine import conditions
 from load_tests.simulator.cluster import Options
 from load_tests.simulator.experiment import make_allocator
 from load_tests.simulator.metrics import Objectives

@@ -35,8 +35,8 @@ from load_tests.chaos.crowd import Crowd, questions
 from load_tests.chaos.faults import KINDS, Faults
 from load_tests.chaos.held import leaked
 from load_tests.chaos.mock import MAY, MUST_NOT, QUESTIONS, REPLICAS, WARM_UP_S, settings, warm
-from load_tests.control_plane import in_process
-from load_tests.machine import conditions, heap_bytes
+from load_tests.harness.control_plane import in_process
+from load_tests.harness.machine import conditions, heap_bytes
 
 SAMPLES, PAUSE_S = 90, 4.0
 MIB = 2**20

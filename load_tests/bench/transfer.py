@@ -54,11 +54,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load_tests.engines.pair import Pair, Served
-from load_tests.engines.rig import SYSTEMS, Rig, blocks, configuration, kv_shape
-from load_tests.handoff_figures import Handoff, TraceError, from_baton, from_nixl
-from load_tests.machine import conditions, memcpy_gb_per_s
-from load_tests.transfer_report import Sample, by_prompt, prefill_slowdown, targets
+from load_tests.harness.engines.pair import Pair, Served
+from load_tests.harness.engines.rig import SYSTEMS, Rig, blocks, configuration, kv_shape
+from load_tests.harness.machine import conditions, memcpy_gb_per_s
+from load_tests.report.handoffs import Handoff, TraceError, from_baton, from_nixl
+from load_tests.report.transfer import Sample, by_prompt, prefill_slowdown, targets
 
 # A core prefills some hundred tokens a second, and the whole run should end in about 12 minutes.
 REPEATS = {128: 3, 512: 3, 1000: 4, 1500: 3, 2048: 2, 4096: 2}

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.engine import FinishReason
 
 from deployments.errors import HandoffFailed, Overloaded, ReplicaLost, SessionTimeout, Unavailable
-from load_tests.control_plane import Answer, InProcess
+from load_tests.harness.control_plane import Answer, InProcess
 
 STAYING, LEAVING = 0.15, 0.1
 """The share of requests that cannot go on elsewhere, and of clients that leave."""

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from load_tests.processes import marked
+from load_tests.harness.processes import marked
 
 KILLS = ("kill decode-large", "kill prefill", "kill decode-small", "kill engine decode-large", "kill ingress")
 """Each once in forty faults, and the session manager: a restart takes the better part of a minute."""

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from deployments.errors import ReplicaLost
 from load_tests.chaos.messages import MESSAGE_FAULTS, disturbed
-from load_tests.control_plane import REPLICAS, GatedEngine, InProcess
-from load_tests.points import POINTS
+from load_tests.chaos.points import POINTS
+from load_tests.harness.control_plane import REPLICAS, GatedEngine, InProcess
 
 POINT_S = 0.5
 """So long a fault waits for a session at its point; then it happens anywhere."""

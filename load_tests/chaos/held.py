@@ -8,7 +8,7 @@ import re
 import threading
 from pathlib import Path
 
-from load_tests.control_plane import InProcess
+from load_tests.harness.control_plane import InProcess
 
 SETTLE_S, LOOKS, LOOK_S = 40.0, 8, 0.25
 

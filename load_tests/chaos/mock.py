@@ -16,7 +16,7 @@ from configs.schema import BatonConfig
 from load_tests.chaos.crowd import Crowd, Question, questions
 from load_tests.chaos.faults import Faults
 from load_tests.chaos.held import grown, held, leaked
-from load_tests.control_plane import InProcess, config, in_process
+from load_tests.harness.control_plane import InProcess, config, in_process
 
 REPLICAS = tuple(f"{pool}-{number}" for pool in ("prefill", "decode-small", "decode-large") for number in range(4))
 QUESTIONS = 300

@@ -23,11 +23,11 @@ from typing import Any
 import httpx
 import yaml
 
-from deployments.processes import descendants
-from load_tests.application import ROOT, Application
+from deployments.host.processes import descendants
 from load_tests.chaos.deck import deck, held
 from load_tests.chaos.http_crowd import ANSWERED_S, HttpCrowd
-from load_tests.processes import marked
+from load_tests.harness.application import ROOT, Application
+from load_tests.harness.processes import marked
 
 CONFIG = ROOT / "configs" / "cpu.yaml"
 MARKER = "BATON_CHAOS_RUN"

@@ -4,8 +4,9 @@
 4096, feed-forward 14336, 32 heads, 8 KV heads of 128, vocabulary 128256: 131072 bytes of KV a token, 16 GB of weights.
 Accelerator (NVIDIA's data sheets, SXM): 989e12 dense bfloat16 FLOP/s both; 3.35e12 B/s and 80 GB (H100), 4.8e12 B/s and
 141 GB (H200). Assumptions: 45% of the FLOP/s, 75% of the bandwidth, 4 ms a step for scheduling and launches; 90% of
-memory is the engine's, 4 GB of that for activations. These are meant to differ from what `deployments.policy.latency`
-assumes before it has learned, as the real ones will. NIC: 400 Gb/s (ConnectX-7's data sheet), 50e9 B/s.
+memory is the engine's, 4 GB of that for activations. These are meant to differ from what
+`deployments.policy.prediction.step_time` assumes before it has learned, as the real ones will. NIC: 400 Gb/s
+(ConnectX-7's data sheet), 50e9 B/s.
 
 **cpu**: SmolLM2-135M in float32, blocks of 128 tokens, chunks of 256, as in `configs/cpu-1p1d.yaml`, one core each:
 46080 bytes of KV a token (30 layers, 3 KV heads of 64, 4 bytes). Steps: what docs/benchmarks.md has (a decode step of
@@ -18,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deployments.messages import Role
-from deployments.policy.latency import Coefficients, ModelShape, roofline
+from deployments.policy.prediction.step_time import Coefficients, ModelShape, roofline
 from load_tests.simulator.steps import Limits
 
 LLAMA_8B = ModelShape(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)

@@ -10,14 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from app import api, exchange
+from app import api
+from app import held_response as exchange
 from app.api import Gateway
 from app.errors import TABLE, answer
-from app.exchange import ASGIApp, Message, Receive, Scope, Send
+from app.held_response import ASGIApp, Message, Receive, Scope, Send
 from configs.schema import IngressConfig
 from deployments import errors
+from deployments.cluster.request_context import RequestContext, current
 from deployments.messages import Mode
-from deployments.request_context import RequestContext, current
 
 POOLS = {"prefill": {"ready": True, "replicas": []}, "decode-a": {"ready": True, "replicas": []}}
 

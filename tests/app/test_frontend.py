@@ -24,6 +24,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from app.api import Gateway
 from app.frontend import ALLOWED_ROUTES, ClusterLLM, build_server, frontend_config
 from configs.schema import BatonConfig
+from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, DEFAULT_SOURCE, resolve
+from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import (
     HandoffFailed,
     NeverFits,
@@ -34,8 +36,6 @@ from deployments.errors import (
     Unavailable,
 )
 from deployments.messages import Mode
-from deployments.model import DEFAULT_CACHE_DIR, DEFAULT_SOURCE, resolve
-from deployments.request_context import RequestContext, current
 
 MODEL = "smollm2-135m-instruct"
 TEXT = " Paris is the capital of France."

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ray.serve import Application
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
 
-from app.launch_config import LaunchError, load_config, model_of
+from app.launch.config import LaunchError, load_config, model_of
 from app.main import NO_LIMIT, build
 from configs.schema import BatonConfig, Section
 from deployments.engine.build import environment

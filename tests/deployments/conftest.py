@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from load_tests.control_plane import InProcess, config, in_process, until
+from load_tests.harness.control_plane import InProcess, config, in_process, until
 
 
 @pytest.fixture

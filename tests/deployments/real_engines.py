@@ -7,8 +7,8 @@ from typing import Any
 
 from deployments.engine.build import build_engine
 from deployments.messages import Mode, Role
-from deployments.replica import Identity, Replica
-from load_tests.control_plane import PREFILL, REPLICAS, SMALL, InProcess, until
+from deployments.replica.replica import Identity, Replica
+from load_tests.harness.control_plane import PREFILL, REPLICAS, SMALL, InProcess, until
 
 
 class RealEngines(InProcess):

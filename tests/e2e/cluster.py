@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import yaml
 
-from app.serve_api import ServeApi
-from load_tests.application import ROOT, Application
-from load_tests.processes import marked
+from app.launch.serve_api import ServeApi
+from load_tests.harness.application import ROOT, Application
+from load_tests.harness.processes import marked
 
 PATIENCE_S = 60.0  # with a dashboard that says nothing
 

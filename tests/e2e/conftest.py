@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.engine.build import environment
 from deployments.engine.names import names_until_started
-from deployments.model import DEFAULT_CACHE_DIR, resolve
-from load_tests.application import ROOT
+from load_tests.harness.application import ROOT
 from tests.e2e.cluster import Cluster, started
 
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 600, 1800)

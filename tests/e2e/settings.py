@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 
 from configs.schema import BatonConfig
-from load_tests.application import ROOT
+from load_tests.harness.application import ROOT
 
 
 def cpu_config() -> BatonConfig:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.local_ray import LOOPBACK_ONLY
-from load_tests.application import ROOT
+from app.launch.local_ray import LOOPBACK_ONLY
+from load_tests.harness.application import ROOT
 from tests.e2e.client import streamed
 from tests.e2e.cluster import Cluster, total
 from tests.e2e.conftest import LONG_ANSWER_TOKENS, questions

@@ -193,7 +193,7 @@ async def test_readiness_and_deployments(baton: Cluster) -> None:
 
 
 def _applications(baton: Cluster) -> dict[str, Any]:
-    from app.serve_api import ServeApi
+    from app.launch.serve_api import ServeApi
 
     found: dict[str, Any] = ServeApi(baton.dashboard_url).details()["applications"]
     return found

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transfer.channel import Channel
-from transfer.control import Seal
-from transfer.layout import KVLayout
-from transfer.outbox import Key, Results
-from transfer.plane import InProcessPlane, Plane
-from transfer.prefill_side import Chunk
+from transfer.channel.channel import Channel
+from transfer.channel.outbox import Key, Results
+from transfer.channel.prefill_side import Chunk
+from transfer.control.messages import Seal
+from transfer.memory.layout import KVLayout
+from transfer.memory.plane import InProcessPlane, Plane
 
 LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 64, 4, 32
 SECRET, WAIT_S = "a secret of the tests", 60.0

@@ -17,12 +17,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transfer.channel import Channel, ChannelError
-from transfer.control import Seal
-from transfer.layout import KVLayout
-from transfer.nixl_channel import NixlPlane
-from transfer.plane import PlaneError
-from transfer.prefill_side import Chunk
+from transfer.channel.channel import Channel, ChannelError
+from transfer.channel.prefill_side import Chunk
+from transfer.control.messages import Seal
+from transfer.memory.layout import KVLayout
+from transfer.memory.nixl_plane import NixlPlane
+from transfer.memory.plane import PlaneError
 
 LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 256, 4, 4096
 FREE = 0xEE

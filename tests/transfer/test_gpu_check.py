@@ -78,7 +78,7 @@ def test_a_check_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delitem(sys.modules, "transfer.check.run", raising=False)
-    monkeypatch.setitem(sys.modules, "transfer.nixl_channel", None)
+    monkeypatch.setitem(sys.modules, "transfer.memory.nixl_plane", None)
     monkeypatch.delitem(sys.modules, "transfer.check.sides", raising=False)
     assert main(["--device", "cpu"]) == 2
     assert "nixl_channel" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from transfer.check.shape import CheckFailed
-from transfer.lifeline import die_with_parent
+from transfer.vllm.lifeline import die_with_parent
 
 END_S = 10.0
 

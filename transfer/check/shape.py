@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from transfer.blocks import blocks_for
+from transfer.memory.blocks import blocks_for
 
 LEAST_BLOCKS = 32  # enough for scattered blocks to be scattered
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}

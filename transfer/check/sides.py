@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from transfer.channel import Channel
+from transfer.channel.channel import Channel
+from transfer.channel.outbox import Key
+from transfer.channel.prefill_side import Chunk
 from transfer.check.figures import Pass, block_digests
 from transfer.check.shape import CheckFailed, Shape
 from transfer.check.transformer import Transformer
-from transfer.control import Seal
-from transfer.layout import KVLayout
-from transfer.nixl_channel import NixlPlane
-from transfer.outbox import Key
-from transfer.prefill_side import Chunk
+from transfer.control.messages import Seal
+from transfer.memory.layout import KVLayout
+from transfer.memory.nixl_plane import NixlPlane
 
 
 def key_of(session: str) -> Key:

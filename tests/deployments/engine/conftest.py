@@ -30,7 +30,7 @@ from configs.schema import (
     PoolConfig,
     VllmEngineConfig,
 )
-from deployments.engine.mock import MockEngine
+from deployments.engine.mock.engine import MockEngine
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Step
 from deployments.messages import Role
 
@@ -277,7 +277,7 @@ def small_model(path: Path) -> Path:
     changes the answer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from deployments.model import DEFAULT_CACHE_DIR, resolve
+    from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 
     real = Path(resolve("bundled:smollm2-135m-instruct", DEFAULT_CACHE_DIR))
     torch.manual_seed(0)
@@ -312,11 +312,11 @@ async def vllm_pair(model: Path) -> AsyncIterator[EnginePair]:
 
 async def _start_vllm(role: Role, path: Path) -> Running:
     from deployments.engine.build import environment
-    from tests.deployments.engine.vllm_wire import decode_outputs, encode
+    from tests.deployments.engine.vllm.vllm_wire import decode_outputs, encode
 
     pool, model = PoolConfig(engine=VLLM), ModelConfig(source=str(path), dtype="float32")
     os.environ.update(environment(BatonConfig(model=model, prefill=pool, decode={"main": pool}), "prefill"))
-    from deployments.engine.vllm import VllmEngine
+    from deployments.engine.vllm.engine import VllmEngine
 
     engine = VllmEngine(
         VLLM,

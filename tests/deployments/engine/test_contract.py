@@ -12,7 +12,7 @@ import pytest
 
 from deployments.engine.protocol import Step
 from deployments.messages import Role, StepSample
-from transfer.blocks import chained_hashes
+from transfer.memory.blocks import chained_hashes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STOP, LENGTH, ERROR = 0, 1, 3

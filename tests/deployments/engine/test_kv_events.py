@@ -12,7 +12,7 @@ import zmq
 
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEvents, Translator
-from transfer.blocks import chained_hashes
+from transfer.memory.blocks import chained_hashes
 
 TOKENS = list(range(100, 140))
 HASHES = chained_hashes(TOKENS, 10)

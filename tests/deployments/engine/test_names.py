@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deployments.engine.names import FOLDER, names_until_started
-from deployments.shared_memory import SHARED_MEMORY, shared_memory_of
+from deployments.host.shared_memory import SHARED_MEMORY, shared_memory_of
 
 
 def test_engines_that_start_together_share_a_folder_until_the_last_has_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,10 @@ from deployments.messages import (
     SessionRequest,
     StepSample,
 )
+from deployments.policy.admission.breakers import FIRST_S
+from deployments.policy.admission.retry_budget import LEAST, RETRY_BUDGET
 from deployments.policy.allocator import TRUSTED_STEPS, Allocator
-from deployments.policy.breakers import FIRST_S
-from deployments.policy.retry_budget import LEAST, RETRY_BUDGET
-from deployments.policy.split import ANY, ONE_ENGINE
+from deployments.policy.placement.split import ANY, ONE_ENGINE
 
 BLOCK = 16
 PRIOR = (5e-3, 1e-4, 0.0, 1e-4, 1e-7)

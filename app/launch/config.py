@@ -1,0 +1,101 @@
+"""The launcher's pure part: a Serve configuration in, the effective one and what to say about it out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from app.launch.local_ray import RayPorts
+from configs.schema import BatonConfig
+from deployments.replica.drain import STOP_S
+
+
+class LaunchError(Exception):
+    """The reason why nothing is being served."""
+
+
+def load_config(path: Path, port: int | None) -> dict[str, Any]:
+    """Read a Serve configuration, validate its one application, and set the HTTP port."""
+    try:
+        config = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise LaunchError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise LaunchError(f"{path} is not YAML: {error}") from error
+    applications = config.get("applications") if isinstance(config, dict) else None
+    if not isinstance(applications, list) or len(applications) != 1:
+        raise LaunchError(f"{path} must hold exactly one entry under `applications`")
+    model_of(config, path)
+    http = {"host": "127.0.0.1", "port": 8000} | (config.get("http_options") or {})
+    effective: dict[str, Any] = config | {"http_options": http | ({"port": port} if port else {})}
+    return effective
+
+
+def model_of(config: Mapping[str, Any], path: Path | None = None) -> BatonConfig:
+    """The application's arguments, typed."""
+    try:
+        return BatonConfig.model_validate(config["applications"][0].get("args") or {})
+    except ValidationError as error:
+        raise LaunchError(f"{path or 'the configuration'} is not valid:\n{error}") from error
+
+
+def cpus_needed(baton: BatonConfig) -> int:
+    """Logical CPUs that the largest form of an application takes in an update, for a Ray of our own. At least 8."""
+    pools = baton.pools.values()
+    sizes = [(pool.autoscaling or {}).get("max_replicas", pool.replicas or 1) for pool in pools]
+    taken = sum(
+        with_surge(size, pool.surge_percent) * pool.resources.num_cpus for size, pool in zip(sizes, pools, strict=True)
+    )
+    ingress = (baton.ingress.replicas + 1) * baton.ingress.num_cpus
+    return max(8, math.ceil(float(taken) + ingress + 1))
+
+
+def with_surge(replicas: int, surge_percent: int) -> int:
+    """The most replicas that an update runs at once, as Serve rounds."""
+    return replicas + (replicas * surge_percent + 99) // 100
+
+
+def stop_limit_s(baton: BatonConfig) -> float:
+    """The longest that an application takes to end once it is taken away: all of it ends at the same time."""
+    return max(baton.ingress.drain_s, baton.placement.drain_s) + STOP_S + 5.0
+
+
+def with_model(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
+    """The same configuration, its model source replaced by a prepared checkpoint."""
+    changed = deepcopy(dict(config))
+    arguments = changed["applications"][0].get("args") or {}
+    arguments["model"] = (arguments.get("model") or {}) | {"source": checkpoint}
+    changed["applications"][0]["args"] = arguments
+    return changed
+
+
+def base_url(config: Mapping[str, Any]) -> str:
+    """Where a client on this machine reaches the application."""
+    http = config["http_options"]
+    host = "127.0.0.1" if http["host"] in ("0.0.0.0", "::") else http["host"]
+    prefix = config["applications"][0].get("route_prefix") or "/"
+    return f"http://{host}:{http['port']}{prefix.rstrip('/')}"
+
+
+def curl_line(url: str, model: str) -> str:
+    """A command to copy: one chat question."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "messages": question, "max_tokens": 32, "temperature": 0})
+    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def parse_address(address: str | None, ray_port: int, dashboard_port: int) -> RayPorts:
+    """`host:port` of a Ray cluster, or our own on loopback."""
+    if not address:
+        return RayPorts("127.0.0.1", ray_port, dashboard_port)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise LaunchError(f"the Ray address must be host:port, not {address!r}")
+    return RayPorts(host, int(port), dashboard_port)

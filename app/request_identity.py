@@ -1,0 +1,54 @@
+"""What placement and admission get to know of a request from its HTTP side: who asks, for what, in which session."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+from app.errors import HeaderTooLong
+from app.held_response import Scope
+from deployments.cluster.request_context import RequestContext
+
+SESSION, PRIORITY = b"x-session-id", b"x-baton-class"
+_KEYS = (b"authorization", b"x-api-key")
+_MAX_HEADER = 256
+_CHAT = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
+# Found without parsing the body, which vLLM does: a quote inside of a JSON string has a backslash before it.
+_USER = re.compile(rb'"user"\s*:\s*("(?:[^"\\]|\\.){1,256}")')
+
+
+def request_context(request_id: str, scope: Scope, body: bytes) -> RequestContext:
+    """The context of a request that goes to vLLM's server. Raises HeaderTooLong.
+
+    The client is known by its API key, of which only a hash is kept, else by the body's `user`. A session is named by
+    `X-Session-Id`, else by that `user` too.
+    """
+    headers: dict[bytes, bytes] = {name.lower(): value for name, value in reversed(scope["headers"])}
+    session, priority = _text(headers, SESSION), _text(headers, PRIORITY)
+    key = next((headers[name] for name in _KEYS if headers.get(name)), b"")
+    user = "" if session and key else _user(body)
+    return RequestContext(
+        request_id,
+        priority=priority,
+        client=f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else user,
+        affinity=session or user,
+        chat=scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") in _CHAT,
+    )
+
+
+def _text(headers: dict[bytes, bytes], name: bytes) -> str:
+    value = headers.get(name, b"")
+    if len(value) > _MAX_HEADER:
+        raise HeaderTooLong(f"the header {name.decode()} is over {_MAX_HEADER} bytes")
+    return value.decode(errors="replace").strip()
+
+
+def _user(body: bytes) -> str:
+    found = _USER.search(body)
+    if found is None:
+        return ""
+    try:
+        return str(json.loads(found[1]))
+    except ValueError:
+        return ""

@@ -1,0 +1,1 @@
+"""Models made ready for engines to load."""

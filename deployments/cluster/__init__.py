@@ -1,0 +1,1 @@
+"""In the ingress: the engine-core client that spans the cluster."""

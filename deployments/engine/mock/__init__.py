@@ -1,0 +1,1 @@
+"""The mock engine: tests of the control plane, and scale. It computes nothing."""

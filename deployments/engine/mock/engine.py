@@ -1,0 +1,297 @@
+"""A paced double of the engine core, for tests of the control plane and for scale. It is no language model.
+
+It takes vLLM's requests and gives vLLM's outputs by step, with real blocks, real handoffs over a KV channel
+and a configured pace; its tokens are hashes of the KV that it finds in its blocks. It has no prefix cache. It imports
+no vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from configs.schema import MockEngineConfig
+from deployments.engine.cache_log import CacheLog
+from deployments.engine.mock.memory import KV_BYTES, MockMemory
+from deployments.engine.mock.scheduler import MockScheduler, Plan
+from deployments.engine.mock.sequence import Sequence
+from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
+from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
+from deployments.messages import CacheChange, Role, StepSample
+from deployments.policy.prediction.step_time import Coefficients
+from deployments.policy.prompt_share import prompt_share
+from transfer.channel.channel import Channel
+from transfer.control.messages import FirstToken, Seal
+from transfer.control.token_sender import TokenSender
+from transfer.memory.blocks import blocks_for
+from transfer.memory.plane import InProcessPlane, Plane
+
+POLL_S = 0.002  # the channel does not wake an asyncio loop: ask it, while it has something to tell
+QUIET_WAIT_S = 30.0
+IDLE_TOKEN = 1000  # of an engine that computes nothing: an ordinary word
+
+
+class MockEngine:
+    """A double of an engine: paced like one, but no language model.
+
+    `handoff_timeout_s`: from an offer of blocks until their KV must be there. `plane`: carries the KV; the
+    default reaches engines of the same process only.
+    """
+
+    def __init__(
+        self,
+        config: MockEngineConfig,
+        *,
+        role: Role,
+        replica_id: str,
+        fingerprint: str,
+        secret: str,
+        host: str,
+        handoff_timeout_s: float,
+        max_model_len: int,
+        plane: Plane | None = None,
+    ) -> None:
+        self._config, self._role, self._max_model_len = config, role, max_model_len
+        self._fingerprint, self._secret, self._host = fingerprint, secret, host
+        self._handoff_timeout_s = handoff_timeout_s
+        self._plane = plane or InProcessPlane(f"{replica_id}-{uuid.uuid4().hex[:8]}")
+        self._chunk_tokens = prompt_share(role, config.max_num_batched_tokens, config.max_num_seqs)
+        self._scheduler = MockScheduler(config, self._chunk_tokens)
+        self._memory = MockMemory(config.num_layers, config.num_blocks, config.block_size, config.seed)
+        self._inbox: deque[Sequence | str] = deque()
+        self._wake = asyncio.Event()
+        self._steps: asyncio.Queue[Step | None] = asyncio.Queue()
+        self._counts = {"computed_tokens": 0.0, "loaded_tokens": 0.0, "generated_tokens": 0.0}
+        self._last_load = EngineLoad()
+        self._cache = CacheLog()
+        self._channel: Channel
+        self._tokens: TokenSender
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- the engine protocol
+
+    async def start(self) -> EngineInfo:
+        config = self._config
+        if blocks_for(self._max_model_len, config.block_size) > config.num_blocks:
+            raise EngineError(f"{config.num_blocks} blocks do not hold {self._max_model_len} tokens")
+        seal, layout = Seal(self._secret), self._memory.layout({"fingerprint": self._fingerprint})
+        self._channel = Channel(self._plane, layout, seal, self._host, self._handoff_timeout_s)
+        self._tokens = TokenSender(seal)
+        self._task = asyncio.create_task(self._run(), name="baton-mock-engine")
+        self._task.add_done_callback(lambda _: self._steps.put_nowait(None))
+        return EngineInfo(
+            fingerprint=self._fingerprint,
+            block_size=config.block_size,
+            total_blocks=config.num_blocks,
+            max_sessions=config.max_num_seqs,
+            max_model_len=self._max_model_len,
+            endpoints=(self._channel.address,),
+            chunk_tokens=self._chunk_tokens,
+            kv_bytes_per_token=config.num_layers * KV_BYTES,
+            prior=Coefficients(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0),
+        )
+
+    async def add(self, frames: tuple[bytes, ...]) -> None:
+        """Add an encoded EngineCoreRequest. Raises EngineError when dead, or when it cannot be served."""
+        self._check_alive()
+        try:
+            request = decode_request(frames)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"not a request of token ids: {error}") from error
+        sequence = Sequence.of(request)
+        if not 0 < sequence.prompt_tokens < self._max_model_len:
+            raise EngineError(f"a prompt of {sequence.prompt_tokens} tokens, of {self._max_model_len}")
+        self._inbox.append(sequence)
+        self._wake.set()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self._inbox.extend(request_ids)
+        self._wake.set()
+
+    async def step(self) -> Step:
+        step = await self._steps.get()
+        if step is None:
+            self._steps.put_nowait(None)  # for the next caller
+            self._check_alive()
+            raise EngineError("the mock engine was shut down")
+        return step
+
+    def encode(self, payloads: list[Any]) -> list[bytes]:
+        return encode_outputs(payloads)
+
+    async def meet(self, peers: Many[tuple[str, ...]]) -> None:
+        listed = [list(workers) for workers in peers]
+        self._channel.keep(listed)
+        self._tokens.keep([workers[0] for workers in peers])
+        if self._role is Role.DECODE:
+            self._channel.meet(listed)
+
+    def cache_change(self, whole: bool) -> CacheChange | None:
+        return self._cache.change(whole)
+
+    async def counters(self) -> dict[str, float]:
+        if self._task is None:
+            return {}
+        return self._channel.counters() | self._counts | {"preemptions": self._scheduler.preemptions}
+
+    async def shutdown(self) -> None:
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await asyncio.to_thread(self._channel.close)
+        self._tokens.close()
+
+    def _check_alive(self) -> None:
+        if self._task is None:
+            raise EngineError("the mock engine was not started")
+        if self._task.done():
+            error = None if self._task.cancelled() else self._task.exception()
+            raise EngineError("the mock engine is dead") from error
+
+    # ---- its one task
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            self._take_inbox()
+            outputs = self._take_results()
+            plan = self._scheduler.plan()
+            computed, steps = await self._execute(plan)
+            await self._publish(outputs + computed, steps)
+            if not plan.work and not plan.preempted:
+                with contextlib.suppress(TimeoutError):  # not wait_for: Python 3.11's can lose a cancellation
+                    async with asyncio.timeout(POLL_S if self._scheduler.has_handoffs else None):
+                        await self._wake.wait()
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Sequence):
+                self._scheduler.add(item)
+            elif sequence := self._scheduler.abort(item):
+                handoff = sequence.request.handoff
+                if handoff is not None and sequence.sends:
+                    self._channel.ended(handoff.key, item, False)
+                elif handoff is not None and item in self._scheduler.loading:
+                    self._channel.cancel(handoff.key, "the request was aborted")
+
+    def _take_results(self) -> list[Output]:
+        if not self._scheduler.has_handoffs:
+            return []
+        results = self._channel.take_results()
+        for request_id in results.released:
+            self._scheduler.release(request_id)
+        for request_id, token in results.received.items():
+            self._loaded(self._scheduler.loaded(request_id), token)
+        failed = [self._scheduler.not_loaded(request_id) for request_id in results.broken]
+        return [sequence.output([], FinishReason.ERROR) for sequence in failed if not sequence.is_over]
+
+    def _loaded(self, sequence: Sequence, token: int | None) -> None:
+        """The prompt's KV is here: go on behind it, with prefill's token as the first of the answer."""
+        if sequence.is_over:
+            return
+        assert token is not None, "the only rank carries the first token"
+        sequence.computed = sequence.prompt_tokens
+        if self._config.computes:
+            sequence.chain = int(self._memory.prefix_hashes(0, sequence.tokens, 0)[-1])
+        sequence.tokens.append(token)
+        sequence.generated += 1
+        self._counts["loaded_tokens"] += sequence.prompt_tokens
+
+    async def _execute(self, plan: Plan) -> tuple[list[Output], tuple[StepSample, ...]]:
+        keys = [s.request.handoff.key for s in plan.preempted if s.sends and s.request.handoff]
+        if keys and not await asyncio.to_thread(self._channel.wait_quiet, keys, QUIET_WAIT_S):
+            raise EngineError("writes of a preempted prefill did not end; its blocks cannot be reused safely")
+        if self._config.computes:
+            self._memory.scrub(plan.fresh)
+        for sequence in plan.offers:
+            if handoff := sequence.request.handoff:
+                peers, blocks = list(handoff.peers), list(sequence.blocks)
+                self._channel.offer(handoff.key, sequence.request_id, peers, 0, blocks, needs_token=True)
+        if not plan.work:
+            return [], ()
+        clock = asyncio.get_running_loop().time
+        began_s, step = clock(), plan.sample(0.0)
+        await self._compute(plan.work)
+        outputs = [output for sequence, count in plan.work if (output := self._advance(sequence, count))]
+        return outputs, (replace(step, seconds=clock() - began_s),)
+
+    async def _compute(self, work: list[tuple[Sequence, int]]) -> None:
+        """Write the step's KV at the configured pace, layer by layer where somebody waits for layers."""
+        layers = self._config.num_layers
+        write = self._layers_of(work) if self._config.computes else None
+        chunks = [chunk for sequence, count in work if (chunk := sequence.chunk(count))]
+        prefill = sum(n for s, n in work if n > 1 or s.computed < s.prompt_tokens)
+        step_s = self._config.step_s + prefill / self._config.prefill_tokens_per_s
+        self._channel.begin_step(chunks)
+        if not chunks:
+            await asyncio.sleep(step_s)
+        for layer in range(layers):
+            if chunks:
+                await asyncio.sleep(step_s / layers)
+            if write is not None:
+                write(layer)
+            self._channel.layer_saved(layer)
+        self._channel.end_step()
+
+    def _layers_of(self, work: list[tuple[Sequence, int]]) -> Callable[[int], None]:
+        """What writes one layer of the step's KV."""
+        memory = self._memory
+        hashes, slots = [], []
+        for sequence, count in work:
+            begin, end = sequence.computed, sequence.computed + count
+            hashes.append(memory.prefix_hashes(sequence.chain, sequence.tokens[begin:end], begin))
+            slots.append(memory.slots(sequence.blocks, begin, end))
+            sequence.chain = int(hashes[-1][-1])
+        step_hashes, step_slots = np.concatenate(hashes), np.concatenate(slots)
+        return lambda layer: memory.write(layer, step_slots, step_hashes)
+
+    def _next_token(self, sequence: Sequence) -> int:
+        if not self._config.computes:
+            return IDLE_TOKEN
+        seed = sequence.request.sampling_params.seed or 0
+        return self._memory.next_token(sequence.blocks, sequence.computed, seed)
+
+    def _advance(self, sequence: Sequence, count: int) -> Output | None:
+        """Note what a step computed of a request, and sample when that was all there is."""
+        before, prompt = sequence.computed, sequence.prompt_tokens
+        sequence.computed += count
+        self._counts["computed_tokens"] += min(sequence.computed, prompt) - min(before, prompt)
+        if sequence.computed < len(sequence.tokens):
+            return None
+        token = sequence.allowed(self._next_token(sequence))
+        output = sequence.append(token, self._max_model_len)
+        self._counts["generated_tokens"] += 1
+        handoff = sequence.request.handoff
+        if handoff is not None and sequence.sends and sequence.computed == prompt:
+            self._tokens.send(handoff.peers[0], FirstToken(*handoff.key, token))
+        if output.finished:
+            self._scheduler.finish(sequence)
+            if handoff is not None and sequence.sends:
+                self._channel.ended(handoff.key, sequence.request_id, True)
+        return output
+
+    async def _publish(self, outputs: list[Output], steps: tuple[StepSample, ...]) -> None:
+        scheduler = self._scheduler
+        waiting = len(scheduler.waiting) + len(scheduler.loading)
+        load = EngineLoad(
+            scheduler.used_blocks,
+            len(scheduler.running),
+            waiting,
+            running_tokens=sum(step.decode_context for step in steps),
+            counters=await self.counters(),
+        )
+        last, self._last_load = self._last_load, load
+        before = (last.used_blocks, last.running, last.waiting)
+        if steps or outputs or before != (load.used_blocks, load.running, load.waiting):
+            self._steps.put_nowait(Step(tuple(outputs), load, steps))

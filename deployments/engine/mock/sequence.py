@@ -1,0 +1,88 @@
+"""A request in the mock engine: its tokens, its blocks, and when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deployments.engine.mock.wire import FinishReason, OutputStruct, Request, logprobs
+from deployments.engine.protocol import Output
+from transfer.channel.prefill_side import Chunk
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens`: prompt and answer, of which the first `computed` have KV in `blocks`; `chain`: their hash.
+
+    `generated`: tokens of the answer, whoever sampled them.
+    """
+
+    request: Request
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    chain: int = 0
+    generated: int = 0
+    has_loaded: bool = False
+    is_over: bool = False
+
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        """A request that has just come."""
+        return cls(request, [*request.prompt_token_ids, *request.answered], generated=len(request.answered))
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What there is to compute before the first token: the prompt, and what was answered elsewhere."""
+        return len(self.request.prompt_token_ids) + len(self.request.answered)
+
+    @property
+    def sends(self) -> bool:
+        """Whether its KV goes to a decode replica."""
+        return self.request.handoff is not None and self.request.handoff.role == "prefill"
+
+    @property
+    def must_load(self) -> bool:
+        """Whether its KV has yet to come from a prefill replica."""
+        handoff = self.request.handoff
+        return handoff is not None and handoff.role == "decode" and not self.has_loaded
+
+    def chunk(self, count: int) -> Chunk | None:
+        """What a step that computes `count` tokens adds to a prompt that is sent; None when nothing."""
+        handoff, prompt = self.request.handoff, self.prompt_tokens
+        if handoff is None or not self.sends or self.computed >= prompt:
+            return None
+        computed = min(self.computed + count, prompt)
+        return Chunk(handoff.key, self.request_id, computed, prompt, tuple(self.blocks))
+
+    def allowed(self, token: int) -> int:
+        """The token, or the next one that does not stop before `min_tokens`, where vLLM masks such tokens."""
+        sampling = self.request.sampling_params
+        if self.generated < sampling.min_tokens:
+            while token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()):
+                token += 1
+        return token
+
+    def append(self, token: int, max_model_len: int) -> Output:
+        """Take a sampled token. Whether the request is over is asked in the order of vLLM's check_stop."""
+        self.tokens.append(token)
+        self.generated += 1
+        sampling = self.request.sampling_params
+        limit = max_model_len if sampling.max_tokens is None else sampling.max_tokens
+        if token == sampling.eos_token_id and not sampling.ignore_eos:
+            return self.output([token], FinishReason.STOP)
+        if token in (sampling.stop_token_ids or ()):
+            return self.output([token], FinishReason.STOP, token)
+        if self.generated >= limit or len(self.tokens) >= max_model_len:
+            return self.output([token], FinishReason.LENGTH)
+        return self.output([token])
+
+    def output(self, tokens: list[int], reason: FinishReason | None = None, stop_reason: int | None = None) -> Output:
+        """This request's part of a step."""
+        wanted = self.request.sampling_params.logprobs
+        made_up = logprobs(tokens[0], max(0, wanted)) if tokens and wanted is not None else None
+        struct = OutputStruct(self.request_id, tokens, made_up, finish_reason=reason, stop_reason=stop_reason)
+        return Output(self.request_id, len(tokens), reason is not None, struct)

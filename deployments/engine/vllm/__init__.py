@@ -1,0 +1,1 @@
+"""The real engine: a vLLM engine core without its frontend."""

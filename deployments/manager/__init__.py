@@ -1,0 +1,1 @@
+"""The session manager: a shell around the allocator, and the calls that reach it."""

@@ -1,0 +1,281 @@
+"""The waiting room: a bounded queue of requests that no replica can take yet. Pure.
+
+Classes of a lower rank go first. Among classes of one rank the earliest target for a first token does, while it can be
+met; those whose target has passed, and classes that promise nothing, follow in turns by weight. After each three so
+served one is due: the first of the class that is furthest behind its weight's share of all turns. It is tried before
+anybody else until it is served, so no class starves. Within a class clients share fairly (`line.py`).
+
+Sessions that are placed again, some in the middle of their answers, go before all of these, and the room is never full
+for them: they were admitted once, and there are no more of them than were.
+
+A request that cannot be placed now does not hold up later ones that can. So that small requests cannot starve a
+large one for ever, a request that has waited half of the time it has claims a decode replica, the one that is nearest
+to having room for it: those behind it are placed on the others only, and the claimed one empties out. (Claims on all
+that could hold it were tried: at overload one long prompt then held up every short one.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from heapq import merge
+from itertools import groupby, islice, takewhile
+from operator import itemgetter
+
+from deployments.fleet.view import View
+from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
+from deployments.policy.admission.classes import PriorityClass, PriorityClasses
+from deployments.policy.admission.fair_queue import Line, Waiter
+from deployments.policy.placement.place import claimed
+
+OVERTAKING_DEPTH = 64
+"""How many may be tried before a pass gives up, divided among the classes that wait: bounds the work of one pass."""
+
+CLAIMANTS = 8
+"""How many may claim replicas in one pass: bounds what claims may cost, and the first to claim are the first to go."""
+
+TURNS_BY_RANK = 3
+"""So many are served by rank before one is due by share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A request that leaves the room, and its answer."""
+
+    request: SessionRequest
+    decision: Admit | Reject
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A place was taken. `displaced`: who had to leave for it, and what to tell them."""
+
+    displaced: Called | None = None
+
+
+class _Class:
+    """One class in the room. `turns`: how often it was served, over its weight."""
+
+    def __init__(self, priority: PriorityClass) -> None:
+        self.priority = priority
+        self.line = Line(priority)
+        self.turns = 0.0
+
+    @property
+    def after_next(self) -> float:
+        """`turns` after one more."""
+        return self.turns + 1 / self.priority.weight
+
+    def in_order(self, depth: int, now_s: float) -> Iterator[tuple[tuple[int, float], Waiter]]:
+        """Its first `depth`, each after its place among those of other classes of the rank."""
+        for waiter in islice(self.line.in_order(), depth):
+            is_in_time = self.priority.ttft_s is not None and now_s < waiter.target_s
+            yield (0, waiter.target_s) if is_in_time else (1, self.after_next), waiter
+
+
+class WaitingRoom:
+    """At most `max_requests` waiters, each for at most `timeout_s`. Times are seconds of the caller's."""
+
+    def __init__(
+        self,
+        max_requests: int,
+        timeout_s: float,
+        max_retry_after_s: float = 30.0,
+        classes: PriorityClasses | None = None,
+    ) -> None:
+        self._max_requests = max_requests
+        self._timeout_s = timeout_s
+        self._max_retry_after_s = max_retry_after_s
+        self._classes = classes or PriorityClasses()
+        self._queues = {name: _Class(self._classes.resolve(name)) for name in self._classes.names}
+        self._waiters: dict[str, Waiter] = {}  # in order of arrival
+        self._again: dict[str, Waiter] = {}  # those of them that are placed again
+        self._arrived = 0
+        self._turns = 0.0
+        self._by_rank = 0
+        self._due: Waiter | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._waiters
+
+    def enter(self, request: SessionRequest, now_s: float, output_tokens: float | None = None) -> Entered | Reject:
+        """Take a place, or a rejection that says when to come back. Where all are taken, a request of a lower rank
+        takes that of the newest of the highest.
+
+        `output_tokens`: the answer's expected length; default: the most it may be. Raises ValueError when the session
+        is in the room already, UnknownClass when its class does not exist.
+        """
+        if request.session_id in self._waiters:
+            raise ValueError(f"session {request.session_id} is waiting already")
+        queue = self._queues[self._classes.resolve(request.priority).name]
+        displaced = self._make_room(queue, now_s) if request.attempt == 1 else None
+        if isinstance(displaced, Reject):
+            return displaced
+        self._seat(request, queue, now_s, request.max_tokens if output_tokens is None else output_tokens)
+        return Entered(displaced)
+
+    def leave(self, session_id: str) -> bool:
+        """Give up a place; idempotent. True when there was one."""
+        waiter = self._waiters.get(session_id)
+        if waiter is not None:
+            self._take_out(waiter)
+        return waiter is not None
+
+    def next_ready(
+        self,
+        view: View,
+        place: Callable[[SessionRequest, View], Decision],
+        now_s: float,
+        claim: Callable[[SessionRequest, View], str | None] = claimed,
+    ) -> Called | None:
+        """Take out the first waiter that can be answered now. Call again, with a new view, until None.
+
+        `claim`: the replica that a patient waiter claims, if any.
+        """
+        claimants = 0
+        for waiter in self._in_order(now_s):
+            decision = place(waiter.request, view)
+            if not isinstance(decision, Queue):
+                self._call(waiter, served=isinstance(decision, Admit))
+                return Called(waiter.request, decision)
+            if claimants < CLAIMANTS and _is_patient(waiter, now_s):
+                claimants += 1
+                replica_id = claim(waiter.request, view)
+                view = view if replica_id is None else view.without_room_on((replica_id,))
+        return None
+
+    def expired(self, now_s: float) -> tuple[SessionRequest, ...]:
+        """Take out those who waited too long."""
+        late = tuple(takewhile(lambda waiter: now_s >= self._deadline_s(waiter), self._waiters.values()))
+        for waiter in late:
+            self._take_out(waiter)
+        return tuple(waiter.request for waiter in late)
+
+    def deadline_s(self, session_id: str) -> float:
+        """When a waiter will be late. Raises KeyError for one that is not in the room."""
+        return self._deadline_s(self._waiters[session_id])
+
+    def next_deadline_s(self) -> float | None:
+        """When the first waiter will be late; none when nobody waits."""
+        oldest = next(iter(self._waiters.values()), None)
+        return None if oldest is None else self._deadline_s(oldest)
+
+    def waited_s(self, session_id: str, now_s: float) -> float:
+        """How long a session has waited; 0.0 for one that is not in the room."""
+        waiter = self._waiters.get(session_id)
+        return 0.0 if waiter is None else now_s - waiter.since_s
+
+    def retry_after_s(self, now_s: float) -> float:
+        """When to come back: after what the first to come has waited, within one second and the bound."""
+        oldest = next(iter(self._waiters.values()), None)
+        waited = now_s - oldest.since_s if oldest else 0.0
+        return min(max(waited, 1.0), self._max_retry_after_s)
+
+    def ahead_of(self, request: SessionRequest, now_s: float) -> int:
+        """About how many would be served before a newcomer: all of lower ranks, those of other classes of its rank that
+        are due before it, and of its own as clients share it.
+
+        Raises UnknownClass when its class does not exist.
+        """
+        mine = self._classes.resolve(request.priority)
+        lines = [queue.line for queue in self._queues.values() if queue.priority.rank == mine.rank]
+        before = sum(len(queue.line) for queue in self._queues.values() if queue.priority.rank < mine.rank)
+        if mine.ttft_s is None:
+            return before + sum(line.ahead_of(request.client) for line in lines)
+        target_s = self._target_s(mine, now_s)
+        others = (line for line in lines if line.priority is not mine and line.priority.ttft_s is not None)
+        own = self._queues[mine.name].line.ahead_of(request.client)
+        return before + own + sum(line.due_within(now_s, target_s) for line in others)
+
+    def queued(self) -> dict[str, int]:
+        """How many wait, by class."""
+        return {name: len(queue.line) for name, queue in self._queues.items()}
+
+    def _make_room(self, queue: _Class, now_s: float) -> Called | Reject | None:
+        """Room for one more of a class: who has to leave for it, if anybody; or that there is none."""
+        limit = queue.priority.max_queued
+        if limit is not None and len(queue.line) >= limit:
+            return self._full(f"{limit} requests of class {queue.priority.name} are waiting already", now_s)
+        if len(self._waiters) < self._max_requests:
+            return None
+        least = self._least_below(queue.priority)
+        if least is None:
+            return self._full(f"{len(self._waiters)} requests are waiting already", now_s)
+        return self._displace(least, queue.priority, now_s)
+
+    def _seat(self, request: SessionRequest, queue: _Class, now_s: float, output_tokens: float) -> None:
+        if not queue.line:
+            queue.turns = max(queue.turns, self._turns)
+        self._arrived += 1
+        target_s = self._target_s(queue.priority, now_s)
+        tokens = request.prompt_tokens + output_tokens
+        waiter = Waiter(request, queue.priority, self._arrived, now_s, target_s, tokens)
+        self._waiters[request.session_id] = waiter
+        if request.attempt > 1:
+            self._again[request.session_id] = waiter
+        queue.line.join(waiter)
+
+    def _target_s(self, priority: PriorityClass, now_s: float) -> float:
+        return now_s + min(priority.ttft_s or self._timeout_s, self._timeout_s)
+
+    def _in_order(self, now_s: float) -> Iterator[Waiter]:
+        """Whom to try, and in which order. Nobody may come or go meanwhile."""
+        yield from islice(self._again.values(), OVERTAKING_DEPTH)
+        yield from (waiter for waiter in self._in_turn(now_s) if waiter.request.attempt == 1)
+
+    def _in_turn(self, now_s: float) -> Iterator[Waiter]:
+        """By class."""
+        waiting = [queue for queue in self._queues.values() if queue.line]
+        if self._due is None and waiting and self._by_rank >= TURNS_BY_RANK:
+            self._due = next(min(waiting, key=lambda queue: queue.after_next).line.in_order())
+        if self._due is not None:
+            yield self._due
+        depth = -(-OVERTAKING_DEPTH // max(len(waiting), 1))
+        waiting.sort(key=lambda queue: (queue.priority.rank, queue.after_next))
+        for _, equals in groupby(waiting, key=lambda queue: queue.priority.rank):
+            lines = [queue.in_order(depth, now_s) for queue in equals]
+            yield from (waiter for _, waiter in merge(*lines, key=itemgetter(0)) if waiter is not self._due)
+
+    def _call(self, waiter: Waiter, served: bool) -> None:
+        if served:
+            queue = self._queues[waiter.priority.name]
+            queue.turns = queue.after_next
+            self._turns = max(self._turns, queue.turns)
+            self._by_rank = 0 if waiter is self._due else self._by_rank + 1
+        self._take_out(waiter, served)
+
+    def _take_out(self, waiter: Waiter, served: bool = False) -> None:
+        del self._waiters[waiter.request.session_id]
+        self._again.pop(waiter.request.session_id, None)
+        self._queues[waiter.priority.name].line.leave(waiter, served)
+        if waiter is self._due:
+            self._due = None
+
+    def _least_below(self, priority: PriorityClass) -> Waiter | None:
+        """The newest waiter of the highest rank over that of `priority`, but none that is due or placed again."""
+        below = [queue.line for queue in self._queues.values() if queue.priority.rank > priority.rank]
+        newest = (next(filter(self._may_leave, line.newest()), None) for line in below)
+        waiters = [waiter for waiter in newest if waiter is not None]
+        return max(waiters, key=lambda waiter: (waiter.priority.rank, waiter.number), default=None)
+
+    def _may_leave(self, waiter: Waiter) -> bool:
+        return waiter is not self._due and waiter.request.attempt == 1
+
+    def _displace(self, waiter: Waiter, by: PriorityClass, now_s: float) -> Called:
+        retry_after_s = self.retry_after_s(now_s)
+        self._take_out(waiter)
+        reason = f"the queue is full, and class {by.name} goes before class {waiter.priority.name}"
+        return Called(waiter.request, Reject(reason, retry_after_s, code="displaced"))
+
+    def _full(self, reason: str, now_s: float) -> Reject:
+        return Reject(reason, self.retry_after_s(now_s), code="queue_full")
+
+    def _deadline_s(self, waiter: Waiter) -> float:
+        return waiter.since_s + self._timeout_s
+
+
+def _is_patient(waiter: Waiter, now_s: float) -> bool:
+    return now_s - waiter.since_s > (waiter.target_s - waiter.since_s) / 2

@@ -1,0 +1,146 @@
+"""Joint choice of the prefill-decode pair by what it costs everybody, in seconds. Pure.
+
+The cost of a pair is a sum of what its prefill replica costs, what its decode replica costs, and what moving the KV
+cache between them costs beyond the computation that hides it. Only the last depends on both, so the best of either
+side are found by columns and only those are paired.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from deployments.fleet.view import Codes, Columns, Flags, Numbers
+from deployments.messages import Role
+from deployments.policy.placement.place import Choice, Field, near_s
+
+CANDIDATES = 16
+"""The best of each side that are paired."""
+
+FULL = 0.98
+"""A fill from here on costs as much as this: the barrier has no pole."""
+
+
+class Joint:
+    """See the module. Chance decides between near-equals, in proportion to the free blocks that would be left."""
+
+    def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
+        decode, prefill = here.columns(Role.DECODE), here.columns(Role.PREFILL)
+        if len(decode.engines) == 1 and decode.engines.keys() == prefill.engines.keys():
+            return _best_pair(here, np.flatnonzero(owners), np.flatnonzero(helpers))
+        best: Choice | None = None
+        for engine in decode.engines:
+            there = np.flatnonzero(owners & (decode.fingerprint == engine))
+            matching = np.flatnonzero(helpers & (prefill.fingerprint == engine))
+            if there.size and matching.size:
+                choice = _best_pair(here, there, matching)
+                best = choice if best is None or choice.cost_s < best.cost_s else best
+        return best
+
+    def at_least(self, here: Field, role: Role, owners: Flags) -> float:
+        """As if nothing stood before any of them, and the least loaded decoded fastest."""
+        weights, sessions, decode_s = here.settings.weights, _decoding(here.columns(role)), _decode_s(here, role)
+        outlook = here.outlook(role)
+
+        def cost_s(decode_s: Any, sessions: Any, prefill_s: Any, beside_s: Any) -> Any:
+            return decode_s + weights.ttft * prefill_s + weights.others * sessions * beside_s
+
+        uncached_s = outlook.uncached_prefill_s, outlook.uncached_beside_s
+        least_s = float(cost_s(decode_s[owners].min(), sessions[owners].min(), *uncached_s))
+        if outlook.hit_rows.size and (able := owners[outlook.hit_rows]).any():
+            rows = outlook.hit_rows[able]
+            with_hit_s = cost_s(decode_s[rows], sessions[rows], outlook.hit_prefill_s[able], outlook.hit_beside_s[able])
+            least_s = min(least_s, float(with_hit_s.min()))
+        return least_s - (weights.pin_s if here.knowledge.pinned else 0.0)
+
+    def target(self, here: Field, owners: Flags) -> int:
+        """What it costs to write the rest of the answer there, and to have moved there what its cache lacks."""
+        rows = np.flatnonzero(owners)
+        cost_s = _decode_s(here, Role.DECODE)[rows]
+        if here.knowledge.link_bytes_per_s:
+            moving_s = here.outlook(Role.DECODE).kv_bytes(rows) / here.knowledge.link_bytes_per_s
+            cost_s = cost_s + here.settings.weights.ttft * moving_s
+        return int(rows[_pick(here, cost_s, here.columns(Role.DECODE)["free_blocks"][rows])])
+
+    def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
+        """Prefill beside running requests makes their steps longer, but for those whose own is yet to be computed."""
+        weights, columns = here.settings.weights, here.columns(role)
+        cost_s = _decode_s(here, role) + _first_token_s(here, role)
+        cost_s = cost_s + weights.others * _decoding(columns) * here.outlook(role).beside_s
+        rows = np.flatnonzero(owners)
+        at = _pick(here, cost_s[rows], columns["free_blocks"][rows])
+        return Choice(int(rows[at]), None, float(cost_s[rows[at]]))
+
+
+def _best_pair(here: Field, owners: Codes, helpers: Codes) -> Choice:
+    decode_s, prefill_s = _decode_s(here, Role.DECODE), _first_token_s(here, Role.PREFILL)
+    owners, helpers = _least(decode_s, owners), _least(prefill_s, helpers)
+    cost_s = decode_s[owners, None] + prefill_s[helpers]
+    if here.knowledge.link_bytes_per_s:
+        moving_s = here.outlook(Role.DECODE).kv_bytes(owners)[:, None] / here.knowledge.link_bytes_per_s
+        hidden_s = here.outlook(Role.PREFILL).prefill_s[helpers]
+        cost_s = cost_s + here.settings.weights.ttft * np.maximum(moving_s - hidden_s, 0.0)
+    free = np.repeat(here.columns(Role.DECODE)["free_blocks"][owners], helpers.size)
+    at = _pick(here, cost_s.ravel(), free)
+    return Choice(int(owners[at // helpers.size]), int(helpers[at % helpers.size]), float(cost_s.flat[at]))
+
+
+def _first_token_s(here: Field, role: Role) -> Numbers:
+    """What it costs to have the prompt computed on each replica."""
+    weights, outlook = here.settings.weights, here.outlook(role)
+    ttft_s = outlook.queue_s + outlook.prefill_s
+    cost_s: Numbers = weights.ttft * ttft_s + weights.later * outlook.queue_s
+    if here.objectives[0] < np.inf:
+        cost_s += weights.late * np.maximum(ttft_s - here.objectives[0], 0.0)
+    return _pinned(here, role, cost_s)
+
+
+def _decoding(columns: Columns) -> Numbers:
+    """The sessions of each replica whose prompts are computed, or are its own to compute."""
+    sessions: Numbers = columns["sessions"] - columns["pending"]
+    return sessions
+
+
+def _decode_s(here: Field, role: Role) -> Numbers:
+    if role not in here.decode_s:
+        here.decode_s[role] = _find_decode_s(here, role)
+    return here.decode_s[role]
+
+
+def _find_decode_s(here: Field, role: Role) -> Numbers:
+    """What it costs to have the answer written on each replica: to this request, to the others, and in memory."""
+    weights, outlook, columns = here.settings.weights, here.outlook(role), here.columns(role)
+    steps, step_s = max(here.knowledge.output_tokens, 1.0), outlook.step_s
+    cost_s: Numbers = (steps * weights.decode) * step_s
+    cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s)
+    if here.objectives[1] < np.inf:
+        cost_s += (steps * weights.late) * np.maximum(step_s - here.objectives[1], 0.0)
+    fill = np.minimum(outlook.fill, FULL)
+    cost_s += weights.memory_s * fill / (1.0 - fill)
+    return _pinned(here, role, cost_s)
+
+
+def _pinned(here: Field, role: Role, cost_s: Numbers) -> Numbers:
+    rows = here.columns(role).rows
+    for replica_id in here.knowledge.pinned:
+        if replica_id in rows:
+            cost_s[rows[replica_id]] -= here.settings.weights.pin_s
+    return cost_s
+
+
+def _least(cost_s: Numbers, rows: Codes) -> Codes:
+    """Of these rows, the `CANDIDATES` that cost least, in no order."""
+    if rows.size <= CANDIDATES:
+        return rows
+    return rows[np.argpartition(cost_s[rows], CANDIDATES)[:CANDIDATES]]
+
+
+def _pick(here: Field, cost_s: Numbers, free_blocks: Numbers) -> int:
+    """The place of one of those that cost least, or nearly: by chance, in proportion to free blocks."""
+    least_s = float(cost_s.min())
+    near = np.flatnonzero(cost_s <= least_s + near_s(least_s, here.settings.weights))
+    if near.size == 1:
+        return int(near[0])
+    up_to = np.cumsum(free_blocks[near] + 1.0)
+    return int(near[np.searchsorted(up_to, here.rng.random() * up_to[-1], side="right")])

@@ -1,0 +1,66 @@
+"""Which modes serve a request exactly: the same tokens, with the same probabilities, as one engine gives.
+
+Where prefill pushes the KV cache, a split request's first token is sampled by the prefill engine. The decode engine
+takes it for what it is, the first of the answer (`transfer/vllm/continued_answer.py`), so that whatever counts
+generated tokens counts it: penalties, limits, grammars, a seed's generator. What is left here has a state that is not
+made again from tokens, or an input that does not travel. Where decode pulls the KV cache it samples every token itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deployments.messages import Handoff, Mode
+
+ANY = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL, Mode.PREFILL_LOCAL)
+"""Best first. One engine serves anything; the prefill pool's is the last resort (see `placement.place`)."""
+
+ONE_ENGINE = (Mode.DECODE_LOCAL, Mode.PREFILL_LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTraits:
+    """What of a request's parameters bears on splitting it.
+
+    `max_tokens`: those that are still to come. `stateful_logits`: thinking budgets, watermarks.
+    """
+
+    max_tokens: int
+    prompt_logprobs: bool = False
+    stateful_logits: bool = False
+    has_embeds_or_multimodal: bool = False
+    lora: bool = False
+
+
+def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tuple[tuple[Mode, ...], str]:
+    """The modes that serve a request exactly, best first, and the rule that narrowed them ("" when none did).
+
+    `stateful_logits` is about the first token, and holds for a pushed handoff only.
+
+    | rule                 | why it is not split                                                             |
+    | -------------------- | ------------------------------------------------------------------------------- |
+    | one_token            | prefill gives the whole answer: there is nothing to hand over                   |
+    | prompt_logprobs      | they cover the whole prompt, and decode never computes what it was handed       |
+    | stateful_logits      | the processor's state has not seen the first token                              |
+    | embeds_or_multimodal | block hashes and placeholders of non-text input do not travel yet               |
+    | lora                 | the adapter would have to be loaded, under one id, on both replicas             |
+    """
+    if traits.max_tokens == 1:
+        return (Mode.PREFILL_LOCAL, Mode.DECODE_LOCAL), "one_token"
+    rules = (
+        (traits.prompt_logprobs, "prompt_logprobs"),
+        (handoff is Handoff.PUSHED and traits.stateful_logits, "stateful_logits"),
+        (traits.has_embeds_or_multimodal, "embeds_or_multimodal"),
+        (traits.lora, "lora"),
+    )
+    rule = next((name for applies, name in rules if applies), "")
+    return (ONE_ENGINE, rule) if rule else (ANY, "")
+
+
+def continuation_rule(traits: RequestTraits) -> str:
+    """Why an answer that has begun cannot go on elsewhere; "" when it can.
+
+    Prompt logprobs have been told by then, and an adapter is loaded wherever the session is placed next.
+    """
+    rules = ((traits.stateful_logits, "stateful_logits"), (traits.has_embeds_or_multimodal, "embeds_or_multimodal"))
+    return next((name for applies, name in rules if applies), "")

@@ -1,0 +1,232 @@
+"""Which replicas cache which blocks: chained block hash -> replicas, from what the replicas tell.
+
+Made for millions of blocks over thousands of replicas in one Python process:
+
+- A replica is a small number, its slot. A block held by one replica maps to that number, which all its blocks share;
+  one held by several to their sorted numbers, packed two bytes each. About 100 bytes a block, 150 with several holders.
+- The blocks are spread over many small tables, so that no growth, eviction or cleaning takes long.
+- A replica that is lost, or that tells the whole anew, gives its slot up at once: a slot that is given up is no hit.
+  Its entries are cleaned away some tables at a time, at each sweep and loss; then the slot is used again.
+- Where the memory ends, a table forgets the block that was stored, or was part of a placed prompt, the longest ago.
+- What placed prompts are about to bring is kept apart, by prompt: `expected_blocks`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+
+from deployments.messages import CacheChange
+from deployments.policy.prediction.expected_blocks import ExpectedBlocks
+
+_MAX_TABLES = 1024
+_MIN_TABLE_BLOCKS = 1024
+_TABLES_A_SWEEP = 2
+_MAX_SLOTS = 1 << 16
+_EXPECTED_SHARE = 4
+"""At most one in so many of `max_blocks` may be expected."""
+
+_Holders = int | bytes
+
+
+class PrefixIndex:
+    """A hint: what it says may be out of date, and the engine's own answer is the truth.
+
+    `max_blocks`: blocks that it remembers at most. `expectation_s`: so long an expected block counts as cached.
+    """
+
+    def __init__(self, max_blocks: int = 4_000_000, expectation_s: float = 10.0) -> None:
+        count = 1
+        while count < _MAX_TABLES and max_blocks >= 2 * count * _MIN_TABLE_BLOCKS:
+            count *= 2
+        self._tables: list[dict[int, _Holders]] = [{} for _ in range(count)]
+        self._mask = count - 1
+        self._table_blocks = max(1, max_blocks // count)
+        self._expected = ExpectedBlocks(expectation_s, max(1, max_blocks // _EXPECTED_SHARE))
+        self._slots: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}
+        self._names: list[str] = []  # of each slot
+        self._numbers: list[int] = []  # each slot as the one object that all tables share
+        self._free: list[int] = []
+        self._given_up: set[int] = set()
+        self._cleaning: set[int] = set()  # slots given up before the current round through the tables began
+        self._next_table = 0
+
+    def __len__(self) -> int:
+        """Blocks that at least one replica caches; those of lost ones count until cleaned away."""
+        return sum(map(len, self._tables))
+
+    @property
+    def expected(self) -> int:
+        """Expectations, of a block by a replica, that are neither confirmed nor over."""
+        return len(self._expected)
+
+    def knows(self, replica_id: str) -> bool:
+        """Whether it has followed every change of that replica since a whole one."""
+        return replica_id in self._sequences
+
+    def apply(self, replica_id: str, change: CacheChange, now_s: float) -> bool:
+        """Enter what a replica gained and lost. False: a change is missing, and nothing is entered until a whole one.
+
+        A change that was entered before is ignored. A whole one voids what was known of the replica, expectations
+        included.
+        """
+        self._expected.expire(now_s)
+        if change.whole:
+            self._give_up(replica_id)
+        elif (last := self._sequences.get(replica_id)) is None:
+            return False
+        elif change.sequence <= last:
+            return True
+        elif change.sequence != last + 1:
+            del self._sequences[replica_id]
+            return False
+        self._sequences[replica_id] = change.sequence
+        slot = self._slot(replica_id)
+        self._expected.told(slot, change.removed)
+        self._expected.told(slot, change.stored)
+        for block in change.removed:
+            self._remove(block, slot)
+        for block in change.stored:
+            self._add(block, slot)
+        return True
+
+    def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float, known: int = 0) -> None:
+        """These replicas are about to cache these blocks, leading ones first. Forgotten unless they soon say so.
+
+        `known`: so many leading ones all of them were found to have; of a system prompt a thousand replicas may.
+        """
+        self._expected.expire(now_s)
+        self._expected.add([self._slot(replica_id) for replica_id in replica_ids], hashes[known:], now_s)
+        tables, mask = self._tables, self._mask
+        cached = list(takewhile(lambda block: block in tables[block & mask], hashes))
+        for block in reversed(cached):  # now they are the youngest; the last of a prompt are to be forgotten first
+            table = tables[block & mask]
+            table[block] = table.pop(block)
+
+    def forget(self, replica_id: str) -> None:
+        """A replica is lost, and its cache with it. Unknown ones are ignored."""
+        self._sequences.pop(replica_id, None)
+        self._give_up(replica_id)
+
+    def hits(self, hashes: Sequence[int]) -> Mapping[str, int]:
+        """Leading blocks of a prompt that each replica caches, for those that cache at least the first."""
+        found: dict[str, int] = {}
+        tables, mask, names, expected_on = self._tables, self._mask, self._names, self._expected.of
+        holding: set[int] = set()
+        before: tuple[_Holders | None, Mapping[int, float] | None] = None, None
+        depth = 0
+        for block in hashes:
+            now = tables[block & mask].get(block), expected_on(block)
+            if now != before or not depth:  # along a prompt they are mostly the same
+                holders, expected = now
+                slots = set(_unpack(holders) if holders is not None else ())
+                slots.update(expected or ())
+                if not depth:
+                    holding = slots - self._given_up
+                elif gone := holding - slots:
+                    found.update(dict.fromkeys(map(names.__getitem__, gone), depth))
+                    holding -= gone
+                if not holding:
+                    break
+                before = now
+            depth += 1
+        found.update(dict.fromkeys(map(names.__getitem__, holding), depth))
+        return found
+
+    def sweep(self, now_s: float) -> None:
+        """Drop expectations that nobody confirmed, and clean up after lost replicas; a bounded piece at a time."""
+        self._expected.expire(now_s)
+        self._clean(_TABLES_A_SWEEP)
+
+    # ---- slots
+
+    def _slot(self, replica_id: str) -> int:
+        if replica_id not in self._slots:
+            if not self._free and len(self._names) == _MAX_SLOTS:
+                self._clean(2 * len(self._tables))
+            if self._free:
+                slot = self._free.pop()
+                self._names[slot] = replica_id
+            else:
+                slot = len(self._names)
+                self._names.append(replica_id)
+                self._numbers.append(slot)
+            self._slots[replica_id] = self._numbers[slot]
+        return self._slots[replica_id]
+
+    def _give_up(self, replica_id: str) -> None:
+        if (slot := self._slots.pop(replica_id, None)) is not None:
+            self._given_up.add(slot)
+            self._clean(1)
+
+    def _clean(self, tables: int) -> None:
+        """Remove slots that were given up from the next tables; one that is removed from all is free."""
+        for _ in range(tables if self._given_up else 0):
+            if self._next_table == 0:
+                self._cleaning = set(self._given_up)
+            self._clean_table(self._tables[self._next_table])
+            self._next_table = (self._next_table + 1) & self._mask
+            if self._next_table == 0:
+                clean = {slot for slot in self._cleaning if not self._expected.concerns(slot)}
+                self._given_up -= clean
+                self._free += sorted(clean, reverse=True)
+
+    def _clean_table(self, table: dict[int, _Holders]) -> None:
+        gone = self._given_up
+        held = [
+            block
+            for block, holders in table.items()
+            if (holders in gone if isinstance(holders, int) else not gone.isdisjoint(array("H", holders)))
+        ]
+        for block in held:
+            slots = _unpack(table[block])
+            left = self._pack([slot for slot in slots if slot not in gone])
+            if left is None:
+                del table[block]
+            else:
+                table[block] = left
+
+    # ---- tables
+
+    def _add(self, block: int, slot: int) -> None:
+        table = self._tables[block & self._mask]
+        holders = table.get(block)
+        if holders is None:
+            self._make_room(table)
+            table[block] = slot
+        elif holders != slot:
+            slots = _unpack(holders)
+            if slot not in slots:
+                insort(slots, slot)
+                table[block] = slots.tobytes()
+
+    def _remove(self, block: int, slot: int) -> None:
+        table = self._tables[block & self._mask]
+        holders = table.get(block)
+        if holders is None:
+            return
+        slots = _unpack(holders)
+        if slot in slots:
+            slots.remove(slot)
+            left = self._pack(slots)
+            if left is None:
+                del table[block]
+            else:
+                table[block] = left
+
+    def _pack(self, slots: Sequence[int]) -> _Holders | None:
+        if len(slots) > 1:
+            return array("H", slots).tobytes()
+        return self._numbers[slots[0]] if slots else None
+
+    def _make_room(self, table: dict[int, _Holders]) -> None:
+        """Forget a full table's oldest block."""
+        if len(table) >= self._table_blocks:
+            del table[next(iter(table))]
+
+
+def _unpack(holders: _Holders) -> array[int]:
+    return array("H", (holders,)) if isinstance(holders, int) else array("H", holders)

@@ -1,0 +1,1 @@
+"""An engine and the sessions on it. Plain Python."""

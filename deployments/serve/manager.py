@@ -1,0 +1,44 @@
+"""The Serve side of the session manager: a process of its own, so that it may decide when garbage is collected."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ray.util import get_node_ip_address
+
+from configs.schema import BatonConfig
+from deployments.host.garbage import Collector
+from deployments.manager.manager import LISTEN_S, SessionManager
+from deployments.manager.server import ManagerServer
+from deployments.messages import ReplicaSnapshot, ReportAnswer
+from deployments.serve.cluster_secret import cluster_secret
+from deployments.serve.leaving import until_leaving
+
+
+class ServeSessionManager(SessionManager):
+    """See `SessionManager`."""
+
+    async def __init__(self, config: BatonConfig) -> None:  # type: ignore[misc]
+        super().__init__(config, listen_s=LISTEN_S)
+        self._collector = Collector()
+        self._server = ManagerServer(self, cluster_secret(config))
+        await self._server.start(get_node_ip_address())
+        self._left = asyncio.create_task(self._leave(), name="baton-leave")
+
+    async def address(self) -> str:
+        """Where ingresses and replicas connect to, see `manager_client.ManagerClient`; "" while it is leaving."""
+        return self._server.address
+
+    async def _leave(self) -> None:
+        await until_leaving()
+        await self._server.leave()
+
+    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
+        """See `SessionManager.report`. Reports come all the time, and nobody waits for their answer."""
+        self._collector.tick(time.monotonic())
+        return await super().report(snapshot)
+
+    async def __del__(self) -> None:
+        """Serve calls this once, when it has taken the replica out."""
+        await self._left

@@ -1,0 +1,73 @@
+"""The cluster core's and the replicas' ports to other deployments, by their Serve handles."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import ray.exceptions
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from configs.schema import BatonConfig
+from deployments.engine.protocol import EngineError
+from deployments.errors import ReplicaLost, Unavailable
+from deployments.manager.client import ManagerClient
+from deployments.messages import SessionReport, SessionTask
+from deployments.serve.cluster_secret import cluster_secret
+
+_GONE = (ray.exceptions.RayError, RayServeException, grpc.RpcError, EngineError, OSError)
+
+
+async def _ask(handle: DeploymentHandle, method: str, *args: Any) -> Any:
+    """Call a deployment; a cancelled caller cancels the call on the replica."""
+    response = getattr(handle, method).remote(*args)
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
+class ServePool:
+    """A pool deployment whose router delivers a task to the replica it names."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        """Raises ReplicaLost."""
+        try:
+            report: SessionReport = await _ask(self._handle, "run", task)
+        except _GONE as error:
+            raise ReplicaLost(_why(error)) from error
+        return report
+
+
+class ServePools(dict[str, ServePool]):
+    """The pools by name. An update may bring one that an ingress from before it was not told of."""
+
+    def __missing__(self, name: str) -> ServePool:
+        application = serve.get_replica_context().app_name
+        pool = self[name] = ServePool(serve.get_deployment_handle(name, application))
+        return pool
+
+
+def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClient:
+    """The session manager's client, which Serve tells where the manager is. Call it in a running event loop."""
+
+    async def locate() -> str:
+        try:
+            return str(await _ask(handle, "address"))
+        except _GONE as error:
+            raise Unavailable(f"the session manager cannot be found: {_why(error)}") from error
+
+    return ManagerClient(locate, cluster_secret(config))
+
+
+def _why(error: BaseException) -> str:
+    """The last line: Ray's messages carry whole tracebacks."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__

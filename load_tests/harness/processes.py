@@ -1,0 +1,137 @@
+"""Processes of a benchmark: find them, read their CPU time, pause them, and see that they end.
+
+`python -m load_tests.harness.processes` is the guard: it reads `pid start-time` lines from stdin and, once stdin ends,
+kills those of them that are still there. A pipe ends however its writer dies, and a paused process cannot watch for
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from deployments.host.processes import parents, stat
+
+GUARD_TIMEOUT_S = 20.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def children(root: int) -> set[int]:
+    """Every process whose parent is `root`."""
+    return {pid for pid, parent in parents().items() if parent == root}
+
+
+def marked(entry: str) -> dict[int, str]:
+    """Every process but ours that has `NAME=value` in its environment, by id: what it calls itself."""
+    found = {}
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit() or int(directory.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if entry.encode() in (directory / "environ").read_bytes().split(b"\0"):
+                found[int(directory.name)] = title(int(directory.name))
+    return {pid: name for pid, name in found.items() if name}
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """From now on a descendant whose parent ends becomes our child, so that none is lost; or no longer."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Collect those of these processes that are our children and have ended."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def title(pid: int) -> str:
+    """What a process calls itself: its command line; "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def began(pid: int) -> str | None:
+    """When a process began, which tells a number that is used again apart; None when it is gone."""
+    fields = stat(pid)
+    return fields[19] if fields else None
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """CPU seconds that these processes have used so far, all threads together, to the nanosecond.
+
+    The clock's id is what `clock_getcpuclockid(3)` gives for a process; Python has it for threads only.
+    """
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+def cpu_by_process(pids: Iterable[int]) -> dict[int, float]:
+    """`cpu_s` of each process that is still there."""
+    used = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            used[pid] = cpu_s([pid])
+    return used
+
+
+def pause(pids: Iterable[int]) -> None:
+    """Stop processes until `resume`."""
+    _signal(pids, signal.SIGSTOP)
+
+
+def resume(pids: Iterable[int]) -> None:
+    """Let paused processes run."""
+    _signal(pids, signal.SIGCONT)
+
+
+class Guard:
+    """Kills the processes that it was told of when it is closed, or when this process ends in any way."""
+
+    def __init__(self) -> None:
+        # In a session of its own, so that Ctrl-C does not end the guard before those it guards.
+        command = [sys.executable, "-m", "load_tests.harness.processes"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """From now on these must not outlive us."""
+        assert self._process.stdin is not None
+        for pid in pids:
+            if when := began(pid):
+                self._process.stdin.write(f"{pid} {when}\n".encode())
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Kill what is left of them."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(GUARD_TIMEOUT_S)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _guard() -> None:
+    for line in sys.stdin.readlines():
+        pid, when = line.split()
+        if began(int(pid)) == when:  # else the number is somebody else's by now
+            _signal([int(pid)], signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _guard()

@@ -1,0 +1,1 @@
+"""Who asks: an HTTP client, workloads, and vLLM's own client."""

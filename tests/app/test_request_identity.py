@@ -1,0 +1,74 @@
+"""Who asks, for what class and in which session, by headers and body."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from app.errors import HeaderTooLong, answer
+from app.request_identity import request_context
+from deployments.cluster.request_context import RequestContext
+
+
+def of(body: Any = None, path: str = "/v1/chat/completions", root_path: str = "", **headers: str) -> RequestContext:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"path": path, "root_path": root_path, "headers": pairs}
+    return request_context("r", scope, json.dumps(body or {}).encode())
+
+
+def test_of_a_bare_request_nothing_is_known() -> None:
+    assert of({"messages": [{"role": "user", "content": "hello"}]}) == RequestContext("r", chat=True)
+
+
+def test_the_headers_name_class_and_session() -> None:
+    known = of(X_Session_Id=" s-1 ", x_baton_class="batch")
+    assert (known.affinity, known.priority, known.client) == ("s-1", "batch", "")
+
+
+def test_the_client_is_its_key_which_is_not_kept() -> None:
+    one, again, other = (of({"user": "anna"}, Authorization=f"Bearer {key}") for key in ("k1", "k1", "k2"))
+    assert one.client == again.client != other.client
+    assert "k1" not in one.client
+    assert of(x_api_key="k1").client
+    assert one.affinity == "anna"
+
+
+@pytest.mark.parametrize("user", ["anna", 'a "quoted" \\ one', "žofie"])
+def test_without_a_key_and_a_session_the_user_stands_for_both(user: str) -> None:
+    known = of({"messages": [{"role": "user", "content": '"user": "nobody"'}], "user": user})
+    assert (known.client, known.affinity) == (user, user)
+    assert of({"user": user}, x_session_id="s").affinity == "s"
+    assert of({"user": user}, x_session_id="s").client == user
+
+
+@pytest.mark.parametrize("user", [None, 3, "", ["a"], "x" * 257])
+def test_a_user_that_is_no_short_text_is_none(user: Any) -> None:
+    assert of({"user": user}).client == ""
+
+
+def test_what_is_no_json_is_not_ours_to_refuse() -> None:
+    scope = {"path": "/v1/completions", "headers": []}
+    assert request_context("r", scope, b'{"user": "\\x"').client == ""
+
+
+@pytest.mark.parametrize("header", ["x_session_id", "x_baton_class"])
+def test_a_header_may_be_256_bytes_long(header: str) -> None:
+    assert of(**{header: "x" * 256})
+    with pytest.raises(HeaderTooLong, match="256") as refused:
+        of(**{header: "x" * 257})
+    assert answer(refused.value).status == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "chat"),
+    [
+        ("/v1/chat/completions", "", True),
+        ("/v1/completions", "", False),
+        ("/baton/v1/messages", "/baton", True),
+        ("/v1/responses", "", True),
+    ],
+)
+def test_chat_is_known_by_the_path(path: str, root_path: str, chat: bool) -> None:
+    assert of(path=path, root_path=root_path).chat is chat

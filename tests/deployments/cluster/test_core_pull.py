@@ -1,0 +1,303 @@
+"""A session whose KV cache decode pulls, in the cluster core: who is called when, with what, and what ends the calls.
+
+The replicas are doubles that are told what to answer; what they answer travels as engine outputs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from deployments.cluster.core import ClusterCore
+from deployments.cluster.request_context import RequestContext, current
+from deployments.errors import HandoffFailed, ReplicaLost
+from deployments.messages import (
+    Admit,
+    Handoff,
+    Mode,
+    Placement,
+    ReplicaInfo,
+    Role,
+    SessionReport,
+    SessionRequest,
+    SessionTask,
+)
+from deployments.output_stream import OutputSender
+
+WAIT_S = 60.0
+PROMPT = [5, 6, 7]
+WHERE = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_port": 7}
+P, D = (
+    ReplicaInfo(
+        f"{role}-0", str(role), role, "node", "same", block_size=4, total_blocks=9, max_sessions=9, max_model_len=99
+    )
+    for role in Role
+)
+
+
+@dataclass
+class Replica:
+    """A pool of one replica. `called` holds the request of each call that is open; ending it clears `called`."""
+
+    info: ReplicaInfo
+    sender: OutputSender = field(init=False)
+    requests: list[EngineCoreRequest] = field(default_factory=list)
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    task: SessionTask | None = None
+
+    def __post_init__(self) -> None:
+        self.sender = OutputSender(self.info.replica_id, WAIT_S)
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        assert task.replica_id == self.info.replica_id
+        assert await self.sender.connect(task.reply_to)
+        self.task = task
+        self.requests.append(MsgpackDecoder(EngineCoreRequest).decode(list(task.request)))
+        self.finished.clear()
+        self.called.set()
+        ways = [asyncio.ensure_future(event.wait()) for event in (self.lost, self.finished)]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.ended.set()
+            for way in ways:
+                way.cancel()
+        if self.lost.is_set():
+            raise ReplicaLost("its engine died")
+        return SessionReport(task.session_id, task.replica_id, "finished")
+
+    def say(self, tokens: Sequence[int], finish: FinishReason | None = None, **fields: Any) -> None:
+        assert self.task is not None
+        output = EngineCoreOutput(self.task.request_id, list(tokens), finish_reason=finish, **fields)
+        frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))
+        assert self.sender.send(self.task.reply_to, [bytes(frame) for frame in frames])
+        if finish is not None and self.info.role is Role.DECODE:
+            self.finished.set()
+
+
+@dataclass
+class Manager:
+    """Places everything on the two replicas, and notes what it is told."""
+
+    handoff_timeout_s: float = WAIT_S
+    mode: Mode = Mode.DISAGGREGATED
+    requests: list[SessionRequest] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def open(self, request: SessionRequest) -> Admit:
+        self.requests.append(request)
+        prefill = P if self.mode is Mode.DISAGGREGATED else None
+        return Admit(Placement(request.session_id, 1, self.mode, "", D, prefill, 3, self.handoff_timeout_s, WAIT_S))
+
+    async def prefill_done(self, session_id: str, epoch: int) -> None:
+        self.told.append("prefill done")
+
+    async def close(
+        self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None, ended: bool = False
+    ) -> None:
+        self.told.append(f"{outcome}, ended" if ended else outcome)
+        self.closed.set()
+
+    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
+        return ()
+
+    async def lost(self, replica_id: str, gone: bool = False) -> None:
+        self.told.append(f"lost {replica_id}")
+
+
+class Cluster:
+    """A cluster core over the doubles."""
+
+    def __init__(self, attempts: int) -> None:
+        self.manager = Manager()
+        self.prefill, self.decode = Replica(P), Replica(D)
+        pools = {"prefill": self.prefill, "decode": self.decode}
+        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, 4, Handoff.PULLED, attempts)
+        self.context = RequestContext("r")
+
+    async def ask(self, **sampling: Any) -> None:
+        params = SamplingParams(**{"max_tokens": 5, **sampling})
+        current.set(self.context)
+        await self.core.add_request_async(
+            EngineCoreRequest("r", list(PROMPT), None, params, None, 0.0, None, None, None)
+        )
+
+    async def prefilled(self, finish: FinishReason = FinishReason.LENGTH, **fields: Any) -> None:
+        """Prefill answers; decode has been called."""
+        await reached(self.prefill.called)
+        self.prefill.say([40], finish, kv_transfer_params=WHERE, **fields)
+        await reached(self.decode.called)
+
+    async def next(self) -> EngineCoreOutput:
+        (output,) = (await asyncio.wait_for(self.core.get_output_async(), WAIT_S)).outputs
+        return output
+
+    async def close(self) -> None:
+        self.core.shutdown()
+        self.prefill.sender.close()
+        self.decode.sender.close()
+
+
+async def reached(event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), WAIT_S)
+
+
+@pytest.fixture
+async def cluster(no_leaks: None, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """Sessions are placed once, unless a test asks for more by parameter."""
+    made = Cluster(getattr(request, "param", 1))
+    yield made
+    await made.close()
+
+
+async def test_prefill_comes_first_and_decode_gives_every_token(cluster: Cluster) -> None:
+    await cluster.ask(stop_token_ids=[9], min_tokens=2, extra_args={"mine": 1})
+    await reached(cluster.prefill.called)
+    assert not cluster.decode.called.is_set()
+    (request,) = cluster.prefill.requests
+    params = request.sampling_params
+    assert params is not None
+    assert (params.max_tokens, params.min_tokens, params.stop_token_ids) == (1, 0, [])
+    assert params.extra_args == {"kv_transfer_params": {"do_remote_decode": True}}
+
+    counted = PrefillStats()
+    counted.num_prompt_tokens = counted.num_computed_tokens = 3
+    await cluster.prefilled(FinishReason.STOP, stop_reason=9, prefill_stats=counted)
+    (request,) = cluster.decode.requests
+    params = request.sampling_params
+    assert params is not None
+    assert request.prompt_token_ids == PROMPT
+    assert (params.max_tokens, params.min_tokens, params.stop_token_ids) == (5, 2, [9])
+    assert params.extra_args == {"mine": 1, "kv_transfer_params": WHERE}
+    assert not cluster.prefill.ended.is_set(), "it holds the blocks that decode has yet to read"
+
+    cluster.decode.say([41], prefill_stats=PrefillStats())
+    first = await cluster.next()
+    assert (first.new_token_ids, first.finish_reason, first.kv_transfer_params) == ([41], None, None)
+    assert first.prefill_stats is not None
+    assert first.prefill_stats.num_computed_tokens == 3, "the prefill's counts are the request's"
+    await reached(cluster.prefill.ended)
+    cluster.decode.say([9], FinishReason.STOP, stop_reason=9)
+    last = await cluster.next()
+    assert (last.new_token_ids, last.finish_reason, last.stop_reason) == ([9], FinishReason.STOP, 9)
+    await reached(cluster.manager.closed)
+    assert cluster.manager.told == ["prefill done", "stop, ended"]
+    assert cluster.context.modes == {Mode.DISAGGREGATED}
+
+
+@pytest.mark.parametrize("when", ["prefilling", "pulling", "decoding"])
+async def test_a_cancel_ends_what_is_open_on_both_sides(cluster: Cluster, when: str) -> None:
+    await cluster.ask()
+    await reached(cluster.prefill.called)
+    if when != "prefilling":
+        await cluster.prefilled()
+    if when == "decoding":
+        cluster.decode.say([41])
+        await cluster.next()
+    await cluster.core.abort_requests_async(["r"])
+    await reached(cluster.prefill.ended)
+    if when != "prefilling":
+        await reached(cluster.decode.ended)
+    await reached(cluster.manager.closed)
+    assert cluster.decode.called.is_set() == (when != "prefilling")
+    assert cluster.manager.told[-1] == "cancelled"
+
+
+async def test_decode_that_does_not_begin_in_time_fails_the_session(cluster: Cluster) -> None:
+    cluster.manager.handoff_timeout_s = 0.05
+    await cluster.ask()
+    await cluster.prefilled()
+    assert (await cluster.next()).finish_reason is FinishReason.ERROR
+    assert type(cluster.context.error) is HandoffFailed
+    await reached(cluster.prefill.ended)
+    await reached(cluster.decode.ended)
+    await reached(cluster.manager.closed)
+
+
+async def test_the_limit_is_on_the_beginning_only(cluster: Cluster) -> None:
+    def limits() -> list[str]:
+        return [name for task in asyncio.all_tasks() if (name := task.get_name()) == "baton-pull-limit"]
+
+    await cluster.ask()
+    await cluster.prefilled()
+    assert limits()
+    cluster.decode.say([41])
+    await cluster.next()
+    await reached(cluster.prefill.ended)
+    assert not limits()
+    cluster.decode.say([42], FinishReason.LENGTH)
+    assert (await cluster.next()).finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_replica_that_is_lost_while_decode_pulls(cluster: Cluster, role: Role) -> None:
+    await cluster.ask()
+    await cluster.prefilled()
+    (cluster.prefill if role is Role.PREFILL else cluster.decode).lost.set()
+    assert (await cluster.next()).finish_reason is FinishReason.ERROR
+    assert type(cluster.context.error) is ReplicaLost
+    await reached(cluster.prefill.ended)
+    await reached(cluster.decode.ended)
+    await reached(cluster.manager.closed)
+    assert f"lost {role}-0" in cluster.manager.told
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+async def test_an_answer_whose_decode_is_lost_is_prefilled_again_with_its_tokens(cluster: Cluster) -> None:
+    await cluster.ask(max_tokens=5)
+    await cluster.prefilled()
+    cluster.decode.say([41, 42])
+    await cluster.next()
+    await reached(cluster.prefill.ended)
+    for replica in (cluster.prefill, cluster.decode):
+        replica.called.clear()
+    cluster.decode.lost.set()
+    await reached(cluster.prefill.called)
+    cluster.decode.lost.clear()
+    again = cluster.prefill.requests[-1]
+    assert (again.request_id, again.prompt_token_ids) == ("r~2", PROMPT)
+    assert again.sampling_params is not None
+    assert again.sampling_params.extra_args == {"kv_transfer_params": {"do_remote_decode": True}}
+    assert cluster.manager.requests[-1].attempt == 2
+    await cluster.prefilled()
+    params = cluster.decode.requests[-1].sampling_params
+    assert params is not None
+    assert (params.max_tokens, params.extra_args) == (5, {"kv_transfer_params": WHERE, "baton_answered": [41, 42]})
+    cluster.decode.say([43, 44, 45], FinishReason.LENGTH)
+    last = await cluster.next()
+    assert (last.request_id, last.new_token_ids, last.finish_reason) == ("r", [43, 44, 45], FinishReason.LENGTH)
+    assert cluster.context.error is None
+
+
+async def test_what_only_the_first_token_kept_whole_is_split(cluster: Cluster) -> None:
+    await cluster.ask(structured_outputs=StructuredOutputsParams(regex="a+"), seed=3, temperature=1.0)
+    await cluster.prefilled()
+    assert (cluster.manager.requests[0].rule, cluster.manager.requests[0].allowed[0]) == ("", Mode.DISAGGREGATED)
+    prefill, decode = (replica.requests[0].sampling_params for replica in (cluster.prefill, cluster.decode))
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.structured_outputs is None
+    assert decode.structured_outputs is not None
+    assert decode.seed == 3
+
+
+async def test_a_session_on_one_replica_is_told_nothing_of_transfers_by_the_client(cluster: Cluster) -> None:
+    cluster.manager.mode = Mode.DECODE_LOCAL
+    told = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}, "baton_answered": [666]}
+    await cluster.ask(extra_args={"mine": 1, **told})
+    await reached(cluster.decode.called)
+    params = cluster.decode.requests[0].sampling_params
+    assert params is not None
+    assert (params.extra_args, params.max_tokens) == ({"mine": 1}, 5)

@@ -1,0 +1,83 @@
+"""What the cluster core makes of a request: for the session manager, for an engine, and when a part is answered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from deployments.cluster.engine_request import part, rest, session_request
+from deployments.cluster.request_context import RequestContext
+from deployments.messages import Handoff, Role, SessionRequest
+from transfer.memory.blocks import chained_hashes
+
+PROMPT = list(range(50))
+
+
+def of(prompt: list[int] = PROMPT, context: RequestContext | None = None, **fields: Any) -> SessionRequest:
+    request = EngineCoreRequest("r", prompt, None, SamplingParams(max_tokens=7), None, 0.0, None, None, None)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return session_request(request, context, Handoff.PUSHED, 16, "r", 1)
+
+
+def test_full_blocks_are_hashed_as_replicas_hash_theirs() -> None:
+    assert of().hashes == chained_hashes(PROMPT[:48], 16)
+    assert of(PROMPT[:16]).hashes == of().hashes[:1]
+    assert of(PROMPT[:15]).hashes == ()
+    assert of().prompt_tokens == 50
+
+
+def test_an_adapters_prompts_are_its_own() -> None:
+    request = of(lora_request=SimpleNamespace(lora_name="tuned"))
+    assert request.adapter == "tuned"
+    assert request.hashes == chained_hashes(PROMPT, 16, salt="tuned")
+
+
+@pytest.mark.parametrize("field", [{"cache_salt": "s"}, {"mm_features": [object()]}, {"prompt_embeds": object()}])
+def test_what_depends_on_more_than_tokens_is_not_hashed(field: dict[str, Any]) -> None:
+    assert of(**field).hashes == ()
+
+
+def test_the_http_side_says_who_asks() -> None:
+    request = of(context=RequestContext("r", priority="batch", client="anna", affinity="s", chat=True))
+    assert (request.priority, request.client, request.affinity, request.chat) == ("batch", "anna", "s", True)
+    assert (of().priority, of().client, of().affinity, of().chat) == ("", "", "", False)
+
+
+def test_a_client_cannot_have_an_engine_tell_of_its_cache_twice_nor_say_what_was_answered() -> None:
+    theirs = {"kv_cache_report_mode": "full", "baton_answered": [1], "other": 1}
+    params = SamplingParams(max_tokens=7, extra_args=theirs)
+    request = EngineCoreRequest("r", PROMPT, None, params, None, 0.0, None, None, None)
+    told = part(request, Role.DECODE, Handoff.PUSHED, None)
+    assert told.sampling_params is not None
+    assert told.sampling_params.extra_args == {"other": 1}
+
+
+@pytest.mark.parametrize("sent", [(), (7,), (7, 8, 9, 10, 11, 12)])
+def test_what_is_placed_again_is_the_request_with_what_was_answered(sent: tuple[int, ...]) -> None:
+    params = SamplingParams(max_tokens=7, min_tokens=4, prompt_logprobs=1, repetition_penalty=1.5, logprobs=2)
+    request = EngineCoreRequest("r", PROMPT, None, params, None, 0.0, None, None, None)
+    left = rest(request, sent, 3)
+    assert (left.request_id, left.prompt_token_ids) == ("r~3", PROMPT)
+    assert left.sampling_params is not None
+    assert left.sampling_params.prompt_logprobs == (None if sent else 1), "they were told with the first token"
+    told = part(left, Role.DECODE, Handoff.PUSHED, {}, sent).sampling_params
+    assert told is not None
+    assert (told.max_tokens, told.min_tokens, told.repetition_penalty, told.logprobs) == (7, 4, 1.5, 2)
+    assert (told.extra_args or {}).get("baton_answered") == (list(sent) or None)
+    prefill = part(left, Role.PREFILL, Handoff.PUSHED, {}, sent).sampling_params
+    assert prefill is not None
+    assert (prefill.max_tokens, prefill.min_tokens) == (len(sent) + 1, min(len(sent) + 1, 4))
+    asked = session_request(left, None, Handoff.PUSHED, 16, "r", 3, sent)
+    assert (asked.prompt_tokens, asked.max_tokens) == (50 + len(sent), 7 - len(sent))
+    assert asked.hashes == chained_hashes([*PROMPT, *sent], 16)
+    assert (request.request_id, params.prompt_logprobs, params.extra_args) == ("r", 1, None), "it stays whole"
+
+
+def test_a_last_token_is_prefill_work_alone() -> None:
+    request = EngineCoreRequest("r", PROMPT, None, SamplingParams(max_tokens=3), None, 0.0, None, None, None)
+    assert session_request(request, None, Handoff.PUSHED, 16, "r", 2, (1, 2)).rule == "one_token"

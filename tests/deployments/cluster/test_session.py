@@ -1,0 +1,354 @@
+"""One session's life: what is legal when, what reaches the client in what order, and that it ends once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.cluster.session import (
+    ALLOWED,
+    Close,
+    Deliver,
+    Effect,
+    EndPrefill,
+    Fail,
+    Finish,
+    IllegalEvent,
+    Lost,
+    PrefillOver,
+    Session,
+    StartDecode,
+    State,
+)
+from deployments.errors import HandoffFailed, ReplicaLost, SessionError, SessionTimeout
+from deployments.messages import Handoff, Mode, Role
+
+P, D = Role.PREFILL, Role.DECODE
+LOCAL = {Mode.DECODE_LOCAL: D, Mode.PREFILL_LOCAL: P}
+TIMEOUT = SessionTimeout("too late")
+Event = Callable[[Session], list[Effect]]
+
+
+def placed(mode: Mode) -> Event:
+    return lambda session: session.placed(mode)
+
+
+def output(role: Role, name: Any = "output", finish: Finish | None = None) -> Event:
+    return lambda session: session.output(role, name, finish)
+
+
+def ended(role: Role, clean: bool = False) -> Event:
+    return lambda session: session.call_ended(role, clean, "its engine died")
+
+
+def failed(session: Session) -> list[Effect]:
+    return session.failed(TIMEOUT)
+
+
+def lost(session: Session) -> list[Effect]:
+    return session.lost(ReplicaLost("nobody knows"))
+
+
+def pulled(session: Session) -> list[Effect]:
+    session.handoff = Handoff.PULLED
+    return session.placed(Mode.DISAGGREGATED)
+
+
+SPLIT = placed(Mode.DISAGGREGATED)
+FIRST = output(P, "first", Finish.LENGTH)
+
+# Every state, with the events that lead there.
+WAYS: dict[str, tuple[State, list[Event]]] = {
+    "opening": (State.OPENING, []),
+    "split": (State.PREFILLING, [SPLIT]),
+    "split, decode ahead": (State.PREFILLING, [SPLIT, output(D, "early")]),
+    "split, decode all ahead": (State.PREFILLING, [SPLIT, output(D, "early", Finish.LENGTH)]),
+    "split, landing": (State.LANDING, [SPLIT, FIRST]),
+    "split, decoding": (State.DECODING, [SPLIT, FIRST, output(D, "second")]),
+    "pulled": (State.PREFILLING, [pulled]),
+    "pulled, prefilled": (State.PULLING, [pulled, FIRST]),
+    "pulled, decoding": (State.DECODING, [pulled, FIRST, output(D, "first")]),
+    "decode local": (State.PREFILLING, [placed(Mode.DECODE_LOCAL)]),
+    "decode local, begun": (State.DECODING, [placed(Mode.DECODE_LOCAL), output(D)]),
+    "prefill local": (State.DECODING, [placed(Mode.PREFILL_LOCAL), output(P)]),
+    "answered": (State.OVER, [SPLIT, FIRST, output(D, "last", Finish.LENGTH)]),
+    "failed": (State.OVER, [SPLIT, failed]),
+    "lost": (State.OVER, [SPLIT, lost]),
+    "cancelled in the queue": (State.OVER, [Session.cancelled]),
+}
+EVENTS: dict[str, tuple[str, Event]] = {
+    **{f"placed {mode}": ("placed", placed(mode)) for mode in Mode},
+    **{
+        f"{role} output {finish}": ("output", output(role, finish=finish))
+        for role in Role
+        for finish in (None, *Finish)
+    },
+    **{f"{role} call ended {how}": ("call_ended", ended(role, how)) for role in Role for how in (True, False)},
+    "lost": ("lost", lost),
+    "failed": ("failed", failed),
+    "cancelled": ("cancelled", Session.cancelled),
+}
+
+
+def run(events: Iterable[Event], session: Session | None = None) -> list[Effect]:
+    session = session or Session("s")
+    return [effect for event in events for effect in event(session)]
+
+
+def after(way: str) -> Session:
+    state, events = WAYS[way]
+    session = Session("s")
+    run(events, session)
+    assert session.state is state
+    return session
+
+
+def names(effects: list[Effect]) -> list[Any]:
+    return [effect.output for effect in effects if isinstance(effect, Deliver)]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_event_in_every_state_is_legal_or_changes_nothing(way: str, event: str) -> None:
+    session = after(way)
+    before = copy.deepcopy(session)
+    kind, act = EVENTS[event]
+    if before.state in ALLOWED[kind]:
+        act(session)
+        return
+    with pytest.raises(IllegalEvent, match=f"session s: {kind} while {before.state}"):
+        act(session)
+    assert session == before
+
+
+def test_the_table_names_every_event() -> None:
+    assert {kind for kind, _ in EVENTS.values()} == set(ALLOWED)
+    assert {state for state, _ in WAYS.values()} == set(State)
+    assert ALLOWED["placed"] == {State.OPENING}
+    assert all(State.OPENING not in ALLOWED[kind] for kind in ("output", "call_ended"))
+
+
+@pytest.mark.parametrize("event", [event for event, (kind, _) in EVENTS.items() if kind != "placed"])
+@pytest.mark.parametrize("way", [way for way, (state, _) in WAYS.items() if state is State.OVER])
+def test_whatever_comes_after_the_end_does_nothing(way: str, event: str) -> None:
+    session = after(way)
+    before = copy.deepcopy(session)
+    assert EVENTS[event][1](session) == []
+    assert session == before
+
+
+def test_a_split_session() -> None:
+    session = Session("s")
+    assert session.placed(Mode.DISAGGREGATED) == []
+    first = session.output(P, "first", Finish.LENGTH)
+    assert first == [Deliver("first", finish=False), PrefillOver()], "its length is not the answer's"
+    assert session.call_ended(P, clean=True, detail="finished") == []
+    assert session.output(D, "second", None) == [Deliver("second", finish=False)]
+    last = session.output(D, "third", Finish.LENGTH)
+    assert last == [Deliver("third", finish=True), Close("length")]
+    assert session.call_ended(D, clean=True, detail="finished") == []
+
+
+@pytest.mark.parametrize(("mode", "role"), LOCAL.items())
+@pytest.mark.parametrize("finish", [Finish.LENGTH, Finish.STOP])
+def test_a_session_on_one_replica(mode: Mode, role: Role, finish: Finish) -> None:
+    effects = run([placed(mode), output(role, 1), output(role, 2), output(role, 3, finish), ended(role, True)])
+    assert effects == [Deliver(1, False), PrefillOver(), Deliver(2, False), Deliver(3, True), Close(str(finish))]
+
+
+@pytest.mark.parametrize(("mode", "role"), LOCAL.items())
+def test_one_output_that_is_the_whole_answer_ends_the_prefill_by_closing(mode: Mode, role: Role) -> None:
+    assert run([placed(mode), output(role, 1, Finish.STOP)]) == [Deliver(1, True), Close("stop")]
+
+
+def test_a_pulled_session() -> None:
+    """Prefill's output starts decode and is not delivered; decode's first says that it has the KV cache."""
+    session = Session("s", Handoff.PULLED)
+    assert session.placed(Mode.DISAGGREGATED) == []
+    assert session.output(P, "where", Finish.LENGTH) == [PrefillOver(), StartDecode("where")]
+    assert session.output(D, "first", None) == [EndPrefill(), Deliver("first", finish=False)]
+    assert session.output(D, "second", None) == [Deliver("second", finish=False)]
+    assert session.output(D, "third", Finish.LENGTH) == [Deliver("third", finish=True), Close("length")]
+
+
+def test_prefills_token_does_not_end_a_pulled_answer_but_decodes_first_can() -> None:
+    session = after("pulled")
+    assert session.output(P, "a stop token", Finish.STOP) == [PrefillOver(), StartDecode("a stop token")]
+    effects = session.output(D, "a stop token", Finish.STOP)
+    assert effects == [EndPrefill(), Deliver("a stop token", finish=True), Close("stop")]
+
+
+@pytest.mark.parametrize("mode", LOCAL)
+def test_a_session_on_one_replica_has_no_handoff_to_pull(mode: Mode) -> None:
+    session = Session("s", Handoff.PULLED)
+    effects = run([placed(mode), output(LOCAL[mode], 1), output(LOCAL[mode], 2, Finish.LENGTH)], session)
+    assert effects == [Deliver(1, False), PrefillOver(), Deliver(2, True), Close("length")]
+
+
+def test_decode_outputs_that_overtake_prefill_are_held_and_come_in_order() -> None:
+    session = after("split")
+    assert run([output(D, 2), output(D, 3), output(D, 4, Finish.STOP), ended(D, True)], session) == []
+    effects = session.output(P, 1, Finish.LENGTH)
+    assert effects == [
+        Deliver(1, False),
+        PrefillOver(),
+        Deliver(2, False),
+        Deliver(3, False),
+        Deliver(4, True),
+        Close("stop"),
+    ]
+
+
+def test_what_was_held_behind_the_last_output_is_dropped() -> None:
+    effects = run([SPLIT, output(D, 2, Finish.LENGTH), output(D, 2, Finish.LENGTH), output(D, 3), FIRST])
+    assert names(effects) == ["first", 2]
+    assert effects[-1] == Close("length")
+    assert sum(isinstance(effect, Close) for effect in effects) == 1
+
+
+@pytest.mark.parametrize("way", ["split", "split, decode ahead", "split, decode all ahead"])
+def test_the_first_token_can_be_the_last(way: str) -> None:
+    effects = after(way).output(P, "first", Finish.STOP)
+    assert effects == [Deliver("first", finish=True), Close("stop")]
+
+
+@pytest.mark.parametrize("way", ["split, landing", "split, decoding", "pulled, decoding"])
+def test_prefill_has_nothing_to_say_after_its_first_token(way: str) -> None:
+    session = after(way)
+    before = copy.deepcopy(session)
+    for finish in (None, *Finish):
+        assert session.output(P, "again", finish) == []
+    if way != "split, landing":
+        assert session.call_ended(P, clean=False, detail="its engine died") == []
+    assert session == before
+
+
+@pytest.mark.parametrize(
+    ("way", "role", "error"),
+    [
+        ("split", P, HandoffFailed),
+        ("split", D, HandoffFailed),
+        ("split, decode ahead", D, HandoffFailed),
+        ("split, landing", D, HandoffFailed),
+        ("split, decoding", D, HandoffFailed),
+        ("pulled", P, HandoffFailed),
+        ("pulled, prefilled", D, HandoffFailed),
+        ("decode local", D, SessionError),
+        ("prefill local", P, SessionError),
+    ],
+)
+def test_an_error_from_an_engine_loses_the_placement(way: str, role: Role, error: type[SessionError]) -> None:
+    lost, close = after(way).output(role, "dropped", Finish.ERROR)
+    assert isinstance(lost, Lost)
+    assert type(lost.error) is error
+    assert str(lost.error) == f"the {role} engine could not go on with the request"
+    assert close == Close("lost")
+
+
+LIVING = [
+    ("split", P),
+    ("split", D),
+    ("split, decode all ahead", P),
+    ("split, landing", P),
+    ("split, landing", D),
+    ("split, decoding", D),
+    ("pulled", P),
+    ("pulled, prefilled", P),
+    ("pulled, prefilled", D),
+    ("pulled, decoding", D),
+    ("decode local", D),
+    ("prefill local", P),
+]
+
+
+SILENT = [("split, landing", P), ("pulled, prefilled", P)]
+"""Here prefill's call is still open, but it has said all that is heard of it."""
+
+
+@pytest.mark.parametrize(("way", "role"), LIVING)
+def test_a_lost_replica_loses_the_placement(way: str, role: Role) -> None:
+    lost, close = after(way).call_ended(role, clean=False, detail="its engine died")
+    assert isinstance(lost, Lost)
+    assert type(lost.error) is ReplicaLost
+    assert str(lost.error) == f"the {role} replica was lost: its engine died"
+    assert close == Close("lost")
+
+
+@pytest.mark.parametrize(
+    ("way", "role"), [each for each in LIVING if each not in (("split, landing", P), ("pulled, prefilled", P))]
+)
+def test_an_engine_that_gives_a_request_up_ends_no_answer(way: str, role: Role) -> None:
+    """An engine that is being stopped says "abort" of all it runs: that is no end of an answer."""
+    lost, close = after(way).output(role, "cut off", Finish.ABORT)
+    assert isinstance(lost, Lost)
+    assert type(lost.error) is ReplicaLost
+    assert close == Close("lost")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("role", Role)
+def test_a_call_that_ended_cleanly_changes_nothing(way: str, role: Role) -> None:
+    session = after(way)
+    before = copy.deepcopy(session)
+    if before.state is not State.OPENING:
+        assert session.call_ended(role, clean=True, detail="finished") == []
+    assert session == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("event", [failed, Session.cancelled])
+def test_a_session_can_fail_and_be_cancelled_at_any_time(way: str, event: Event) -> None:
+    session = after(way)
+    was_over = session.state is State.OVER
+    expected: list[Effect] = [Fail(TIMEOUT), Close("failed")] if event is failed else [Close("cancelled")]
+    assert event(session) == ([] if was_over else expected)
+    assert session.state is State.OVER
+    assert session.held == []
+
+
+@given(st.sampled_from(Handoff), st.lists(st.sampled_from(sorted(EVENTS)), max_size=25))
+def test_any_order_of_events_ends_in_one_close(handoff: Handoff, events: list[str]) -> None:
+    session, effects = Session("s", handoff), list[Effect]()
+    for number, event in enumerate(events):
+        kind, act = EVENTS[event]
+        if kind == "output":
+            role, finish = event.split()[0], event.split()[2]
+            act = output(Role(role), (role, number), None if finish == "None" else Finish(finish))
+        legal = session.state in ALLOWED[kind]
+        try:
+            effects += act(session)
+        except IllegalEvent:
+            assert not legal
+        else:
+            assert legal
+    effects += session.cancelled()
+
+    assert [effect for effect in effects if isinstance(effect, Close)] == effects[-1:], "one, and the last"
+    ends = [
+        effect
+        for effect in effects
+        if isinstance(effect, (Fail, Lost)) or (isinstance(effect, Deliver) and effect.finish)
+    ]
+    assert ends in ([], effects[-2:-1]), "the client hears of the end once, right before"
+    numbers = [number for _, number in names(effects)]
+    assert len(numbers) == len(set(numbers)), "nothing is delivered twice"
+    if session.mode is Mode.DISAGGREGATED and handoff is Handoff.PULLED:
+        starts = [effect for effect in effects if isinstance(effect, (PrefillOver, StartDecode, EndPrefill))]
+        assert [type(effect) for effect in starts] == [PrefillOver, StartDecode, EndPrefill][: len(starts)]
+        assert EndPrefill() in effects or not names(effects) or [role for role, _ in names(effects)] == ["prefill"]
+        assert numbers == sorted(numbers)
+    elif session.mode is Mode.DISAGGREGATED:
+        roles = [role for role, _ in names(effects)]
+        assert roles == (["prefill"] + ["decode"] * (len(roles) - 1) if roles else [])
+        assert numbers[1:] == sorted(numbers[1:])
+        assert sum(isinstance(effect, PrefillOver) for effect in effects) <= 1
+    else:
+        assert numbers == sorted(numbers)
+        overs = [number for number, effect in enumerate(effects) if isinstance(effect, PrefillOver)]
+        assert overs in ([], [1]), "right after the first output"
+        assert not overs or isinstance(effects[0], Deliver)

@@ -1,0 +1,135 @@
+"""Draining: sessions end, or move when time is short, and KV that a peer uses is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Collection
+
+import pytest
+from ray._private.worker import Worker
+from ray.serve._private import replica as serve_replica
+
+from deployments.replica import drain as drain_module
+from deployments.replica.drain import drain
+
+LONG_S, WAIT_S = 1000.0, 60.0
+
+
+class Leaver:
+    """Notes what is asked of it; runs and open KV are what the test says."""
+
+    def __init__(self) -> None:
+        self.open_runs = self.cannot_move = 0
+        self.kv: dict[str, float] = {}
+        self.done: list[str] = []
+        self.is_busy = False
+        self.looked = asyncio.Event()
+
+    def leave(self) -> None:
+        self.done.append("leave")
+
+    def move_out(self, session_ids: Collection[str] | None = None) -> int:
+        assert session_ids is None
+        self.done.append("move")
+        moved, self.open_runs = self.open_runs - self.cannot_move, self.cannot_move
+        return moved
+
+    async def counters(self) -> dict[str, float]:
+        self.looked.set()
+        if self.is_busy:
+            self.is_busy = False
+            raise TimeoutError
+        return self.kv
+
+    async def seen(self) -> None:
+        """Its counters were looked at once more."""
+        self.looked.clear()
+        await asyncio.wait_for(self.looked.wait(), WAIT_S)
+
+
+async def no() -> bool:
+    return False
+
+
+async def yes() -> bool:
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "LOOK_S", 0.001)
+
+
+async def test_sessions_end_by_themselves_and_then_it_is_over() -> None:
+    leaver = Leaver()
+    leaver.open_runs = 2
+    drained = asyncio.create_task(drain(leaver, LONG_S, no))
+    await asyncio.sleep(0.02)
+    assert not drained.done()
+    leaver.open_runs = 0
+    await asyncio.wait_for(drained, WAIT_S)
+    assert leaver.done == ["leave"], "nothing had to move"
+
+
+@pytest.mark.parametrize("name", ["open_receiving", "open_writing"])
+async def test_kv_that_a_peer_uses_is_waited_for(name: str) -> None:
+    leaver = Leaver()
+    leaver.kv = {name: 1.0, "bytes_written": 7.0}
+    leaver.is_busy = True
+    drained = asyncio.create_task(drain(leaver, LONG_S, no))
+    for _ in range(3):
+        await leaver.seen()
+    assert not drained.done()
+    leaver.kv = {name: 0.0, "bytes_written": 7.0}
+    await asyncio.wait_for(drained, WAIT_S)
+
+
+async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_is_waited_for() -> None:
+    leaver = Leaver()
+    leaver.open_runs = 1
+    drained = asyncio.create_task(drain(leaver, 2.0, no))
+    await leaver.seen()
+    assert leaver.done == ["leave", "move"]
+    leaver.kv = {"open_writing": 1.0}
+    for _ in range(drain_module.QUIET_LOOKS + 2):
+        await leaver.seen()
+    assert not drained.done()
+    leaver.kv = {}
+    await asyncio.wait_for(drained, WAIT_S)
+
+
+@pytest.mark.slow
+async def test_a_session_that_cannot_move_has_the_rest_of_the_time() -> None:
+    leaver = Leaver()
+    leaver.open_runs, leaver.cannot_move = 2, 1
+    drained = asyncio.create_task(drain(leaver, 4.0, no))
+    await leaver.seen()
+    assert (leaver.done, drained.done()) == (["leave", "move"], False)
+    leaver.open_runs = 0
+    await asyncio.wait_for(drained, WAIT_S)
+
+
+@pytest.mark.slow
+async def test_where_all_leave_nothing_moves_and_what_runs_has_all_of_the_time() -> None:
+    leaver, began_s = Leaver(), time.monotonic()
+    leaver.open_runs = 1
+    await asyncio.wait_for(drain(leaver, 2.0, yes), WAIT_S)
+    assert leaver.done == ["leave"]
+    assert time.monotonic() - began_s >= 2.0
+
+
+async def test_it_ends_in_its_time_whatever_is_open() -> None:
+    leaver, began_s = Leaver(), time.monotonic()
+    leaver.kv = {"open_receiving": 1.0}
+    await asyncio.wait_for(drain(leaver, 0.1, no), WAIT_S)
+    assert time.monotonic() - began_s >= 0.1
+
+
+def test_serve_keeps_the_flag_that_says_that_a_replica_is_being_stopped() -> None:
+    """`deployments/serve/leaving.py` reads it; Serve has no public hook."""
+    stopping = inspect.getsource(serve_replica.Replica._perform_graceful_shutdown)
+    assert "self._shutting_down = True" in stopping.split("await")[0], "it is set before anything is waited for"
+    assert "_replica_impl" in inspect.getsource(serve_replica.ReplicaActor.__init__)
+    assert "self.actors = {}" in inspect.getsource(Worker.__init__)

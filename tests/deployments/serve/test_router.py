@@ -1,0 +1,216 @@
+"""The placed router under real Serve: a call lands where its placement says, or fails soon and clearly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.exceptions import ActorDiedError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.errors import ReplicaGone, ReplicaLost
+from deployments.messages import SessionTask
+from deployments.serve.router import PlacedRouter
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(400)]
+
+APPEAR_S = 8.0
+
+
+class Echo:
+    """Says which replica it is."""
+
+    def __init__(self) -> None:
+        self.replica_id: str = serve.get_replica_context().replica_id.unique_id
+
+    async def run(self, task: SessionTask, hold_s: float = 0.0) -> str:
+        await asyncio.sleep(hold_s)
+        return self.replica_id
+
+    async def name(self) -> str:
+        return self.replica_id
+
+    async def die(self, task: SessionTask) -> None:
+        ray.kill(ray.get_runtime_context().current_actor)
+        await asyncio.sleep(60)
+
+
+class Front:
+    """Makes several placed calls within one request: they share that request's id."""
+
+    def __init__(self, echo: DeploymentHandle) -> None:
+        self.echo = echo
+
+    async def fan_out(self, tasks: list[SessionTask]) -> list[str]:
+        return list(await asyncio.gather(*(self.echo.run.remote(task) for task in tasks)))
+
+
+def task_for(replica_id: str, number: int = 0) -> SessionTask:
+    return SessionTask(f"s{number}", 1, replica_id, f"r{number}", (b"x" * 1000,), "tcp://x", 60.0, 100)
+
+
+def start_ray() -> None:
+    """Ray ends itself when a process of its own is slow to start, so it has three tries."""
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        except Exception:
+            ray.shutdown()
+            if not tries_left:
+                raise
+        else:
+            return
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    start_ray()
+    serve.start(http_options={"location": "NoServer"})
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+def placed_echo(**options: Any) -> serve.Deployment:
+    router = RequestRouterConfig(request_router_class=PlacedRouter, request_router_kwargs={"appear_s": APPEAR_S})
+    options = {"num_replicas": 2, "max_ongoing_requests": 1000, **options}
+    return serve.deployment(Echo, ray_actor_options={"num_cpus": 0.1}, request_router_config=router, **options)
+
+
+def deploy(name: str, **options: Any) -> DeploymentHandle:
+    return serve.run(placed_echo(**options).bind(), name=name, route_prefix=None)
+
+
+@pytest.fixture(scope="module")
+def echo(cluster: None) -> DeploymentHandle:
+    return deploy("echo")
+
+
+@pytest.fixture
+async def names(echo: DeploymentHandle) -> list[str]:
+    return await both_of(echo)
+
+
+async def both_of(echo: DeploymentHandle) -> list[str]:
+    found: set[str] = set()
+    async with asyncio.timeout(60):
+        while len(found) < 2:
+            found.add(await echo.name.remote())
+    return sorted(found)
+
+
+async def test_each_of_200_concurrent_calls_lands_on_the_replica_it_names(
+    echo: DeploymentHandle, names: list[str]
+) -> None:
+    wanted = [names[number % 3 % 2] for number in range(200)]
+    landed = await asyncio.gather(
+        *(echo.run.remote(task_for(name, number), 0.05) for number, name in enumerate(wanted))
+    )
+    assert list(landed) == wanted
+
+
+async def test_calls_that_share_a_request_id_are_not_mixed_up(cluster: None) -> None:
+    front = serve.deployment(Front, ray_actor_options={"num_cpus": 0.1})
+    handle = serve.run(front.bind(placed_echo().bind()), name="front", route_prefix=None)
+    both = await both_of(serve.get_deployment_handle("Echo", "front"))
+    wanted = [both[number % 2] for number in range(60)]
+    tasks = [task_for(name, number) for number, name in enumerate(wanted)]
+    assert await asyncio.wait_for(handle.fan_out.remote(tasks), 30) == wanted
+    serve.delete("front")
+
+
+async def test_a_call_that_names_an_unknown_replica_fails_and_holds_up_no_other(
+    echo: DeploymentHandle, names: list[str]
+) -> None:
+    lost = [asyncio.ensure_future(_result(echo, task_for("nobody", number))) for number in range(20)]
+    async with asyncio.timeout(APPEAR_S * 0.9):
+        assert await echo.run.remote(task_for(names[0])) == names[0]
+    async with asyncio.timeout(APPEAR_S + 5):
+        for failure in lost:
+            with pytest.raises(ReplicaLost, match="Serve knows no replica nobody of Echo"):
+                await failure
+
+
+async def test_a_full_replica_refuses_and_the_call_is_not_sent_elsewhere(cluster: None) -> None:
+    handle = deploy("full", max_ongoing_requests=1)
+    name = await handle.name.remote()
+    first = asyncio.ensure_future(_result(handle, task_for(name, 1), 12.0))
+    await asyncio.sleep(1)
+    async with asyncio.timeout(60):
+        while not (error := await _failure(handle, task_for(name, 2))):  # the first may not be there yet
+            if first.done() and first.exception():  # or was refused, as the second was there
+                first = asyncio.ensure_future(_result(handle, task_for(name, 1), 12.0))
+            await asyncio.sleep(0.1)
+    assert "refused session s2" in str(error)
+    assert not first.done()
+    assert await first == name
+    serve.delete("full")
+
+
+async def test_a_call_to_a_replica_that_died_fails_even_when_no_replica_is_left(cluster: None) -> None:
+    handle = deploy("mortal", num_replicas=1)
+    name = await handle.name.remote()
+    async with asyncio.timeout(30):  # and not after a minute
+        with pytest.raises(ActorDiedError):
+            await handle.die.remote(task_for(name))
+        with pytest.raises(ReplicaLost, match=f"replica {name} of session s0 is gone"):
+            await handle.run.remote(task_for(name))
+    serve.delete("mortal")
+
+
+async def test_a_replica_that_serve_has_taken_out_gets_only_what_hands_over_a_session(cluster: None) -> None:
+    handle = deploy("shrinking")
+    names = await both_of(handle)
+    held = [handle.run.remote(task_for(name), 14.0) for name in names]
+    await asyncio.sleep(1)
+    deploying = asyncio.create_task(asyncio.to_thread(deploy, "shrinking", num_replicas=1))
+    async with asyncio.timeout(12):
+        while not (gone := [name for name in names if isinstance(await _failure(handle, task_for(name)), ReplicaGone)]):
+            await asyncio.sleep(0.1)
+    assert await handle.run.remote(replace(task_for(gone[0]), leaving=True)) == gone[0]
+    assert sorted(await asyncio.gather(*held)) == names
+    await deploying
+    serve.delete("shrinking")
+
+
+async def test_a_cancelled_call_leaves_nothing_waiting(echo: DeploymentHandle, names: list[str]) -> None:
+    response = echo.run.remote(task_for("nobody"))
+    await asyncio.sleep(0.05)
+    response.cancel()
+    with pytest.raises((asyncio.CancelledError, RequestCancelledError)):
+        await response
+    assert await echo.run.remote(task_for(names[1])) == names[1]
+
+
+async def test_latency_of_a_placed_call(
+    echo: DeploymentHandle, names: list[str], record_property: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    took: list[float] = []
+    for number in range(200):
+        start = time.perf_counter()
+        await echo.run.remote(task_for(names[0], number))
+        took.append(time.perf_counter() - start)
+    took.sort()
+    record_property("p50_ms", took[100] * 1e3)
+    with capsys.disabled():
+        print(f"\nplaced unary call: p50 {took[100] * 1e3:.1f} ms, p99 {took[197] * 1e3:.1f} ms")
+
+
+async def _failure(handle: DeploymentHandle, task: SessionTask) -> Exception | None:
+    try:
+        await handle.run.remote(task)
+    except ReplicaLost as error:
+        return error
+    return None
+
+
+async def _result(handle: DeploymentHandle, task: SessionTask, hold_s: float = 0.0) -> str:
+    return str(await handle.run.remote(task, hold_s))

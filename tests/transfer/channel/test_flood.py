@@ -1,0 +1,376 @@
+"""Many random handoffs under faults: every byte that arrives is right, and no block is lost or written once it is free.
+
+A decode block that is given back is marked, and its marks are looked at when it is taken again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transfer.channel.outbox import Key
+from transfer.channel.prefill_side import Chunk
+from transfer.control.endpoint import Endpoint
+from transfer.control.messages import AnyMessage, FirstToken
+from transfer.control.token_sender import TokenSender
+from transfer.memory.blocks import blocks_for
+from transfer.memory.plane import InProcessPlane, PlaneError, WriteState
+
+FREE, BLOCK_BYTES, TOTAL_HEADS = 0xEE, 32, 4
+LONGEST = 9  # blocks of a prompt
+LOST = 0.004
+
+
+class FaultyPlane(InProcessPlane):
+    """Copies some time after the write was posted, when it is asked for the state. Some writes fail, some half done."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__(name)
+        self.random = random.Random(seed)
+
+    def write(self, agent: str, layer: int, local: Any, remote: Any) -> Any:
+        if self.random.random() < 0.005:
+            raise PlaneError("the test lets this write fail")
+        return [self.random.choice((0, 0, 0, 1, 5)), agent, layer, local, remote]
+
+    def check(self, handle: Any) -> WriteState:
+        handle[0] -= 1
+        if handle[0] >= 0:
+            return WriteState.BUSY
+        _, agent, layer, local, remote = handle
+        if self.random.random() < 0.005:
+            half = len(local) // 2
+            super().write(agent, layer, local[:half], remote[:half])
+            return WriteState.FAILED
+        return super().write(agent, layer, local, remote)
+
+
+def make_lossy(endpoint: Endpoint, seed: int) -> None:
+    """Lose some messages, repeat some, and send some after later ones of the same connection.
+
+    What is late when a connection is closed is lost with it, as a socket's queue is.
+    """
+    send, disconnect, generator = endpoint.send, endpoint.disconnect, random.Random(seed)
+    late: list[tuple[Any, AnyMessage]] = []
+
+    def lossy(to: Any, message: AnyMessage) -> None:
+        luck = generator.random()
+        if luck < LOST:
+            return
+        if luck < 5 * LOST:
+            late.append((to, message))
+            return
+        send(to, message)
+        if luck < 9 * LOST:
+            send(to, message)
+        if late and generator.random() < 0.3:
+            send(*late.pop(0))
+
+    def lose_late(address: str) -> None:
+        late[:] = [(to, message) for to, message in late if to != address]
+        disconnect(address)
+
+    endpoint.send, endpoint.disconnect = lossy, lose_late  # type: ignore[method-assign]
+
+
+class Replica:
+    """The workers of one replica, and which blocks are free in all of them."""
+
+    def __init__(self, sides: list[Any], generator: random.Random) -> None:
+        self.sides, self.random = sides, generator
+        self.free = list(range(sides[0].blocks))
+        self.is_gone = False
+        for side in sides:
+            side.memory[:] = FREE
+            make_lossy(side.channel._endpoint, generator.getrandbits(32))
+
+    @property
+    def addresses(self) -> list[str]:
+        return [side.channel.address for side in self.sides]
+
+    def take(self, count: int) -> list[int]:
+        self.random.shuffle(self.free)
+        taken = [self.free.pop() for _ in range(count)]
+        self.assert_marked(taken)
+        return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        for side in self.sides:
+            side.memory[:, :, blocks] = FREE
+        self.free += blocks
+
+    def assert_marked(self, blocks: list[int]) -> None:
+        for side in self.sides:
+            assert (side.memory[:, :, blocks] == FREE).all(), "a block was written after it had been given back"
+
+    def parts(self, whole: np.ndarray) -> list[np.ndarray]:
+        """Of whole blocks, what each worker holds: its heads."""
+        return np.split(whole, len(self.sides), axis=-1)
+
+    def fill(self, blocks: list[int], whole: np.ndarray) -> None:
+        for side, part in zip(self.sides, self.parts(whole), strict=True):
+            side.memory[:, :, blocks] = part
+
+    def holds(self, blocks: list[int], whole: np.ndarray) -> bool:
+        parts = zip(self.sides, self.parts(whole), strict=True)
+        return all(np.array_equal(side.memory[:, :, blocks], part) for side, part in parts)
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.channel.close()
+        self.is_gone = True
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One handoff and what is still to happen to it, as (event, argument)."""
+
+    name: str
+    key: Key
+    prompt: int
+    first_block: int
+    prefill: Replica
+    decode: Replica
+    source: list[int]
+    target: list[int]
+    whole: np.ndarray
+    events: list[tuple[str, int]] = field(default_factory=list)
+    is_source_held: bool = True
+    is_target_held: bool = True
+
+    @property
+    def is_over(self) -> bool:
+        source, target = self.is_source_held and not self.prefill.is_gone, self.is_target_held
+        return not (self.events or source or (target and not self.decode.is_gone))
+
+
+class Flood:
+    """Handoffs between one prefill and one decode replica at a time; either is sometimes replaced by a new one."""
+
+    def __init__(self, make_side: Callable[..., Any], seed: int, block_size: int, prefills: int, decodes: int) -> None:
+        self.random, self.make_side, self.block_size = random.Random(seed), make_side, block_size
+        self.sizes = {"prefill": prefills, "decode": decodes}
+        self.prefill, self.decode = self.replica("prefill"), self.replica("decode")
+        self.sender = TokenSender(self.decode.sides[0].seal)
+        self.active: list[Handoff] = []
+        self.intact = self.broken = 0
+        self.gone: list[tuple[Replica, list[np.ndarray]]] = []
+
+    def replica(self, role: str) -> Replica:
+        sides = [
+            self.make_side(
+                role,
+                plane=FaultyPlane(f"{role}-{rank}-{self.random.getrandbits(64)}", self.random.getrandbits(32)),
+                timeout_s=0.4,
+                block_size=self.block_size,
+                rank=rank,
+                workers=self.sizes[role],
+                total_heads=TOTAL_HEADS,
+            )
+            for rank in range(self.sizes[role])
+        ]
+        return Replica(sides, self.random)
+
+    # ---- one handoff
+
+    def begin(self, number: int) -> Handoff | None:
+        """The next handoff, when there are blocks for it."""
+        prompt = self.random.randint(1, LONGEST * self.block_size)
+        count = blocks_for(prompt, self.block_size)
+        first = self.random.randint(1, count - 1) if count > 1 and self.random.random() < 0.3 else 0
+        if len(self.prefill.free) < count or len(self.decode.free) < count - first:
+            return None
+        handoff = Handoff(
+            name=str(number),
+            key=(f"session {number // 2}", number % 2),  # two epochs of one session
+            prompt=prompt,
+            first_block=first,
+            prefill=self.prefill,
+            decode=self.decode,
+            source=self.prefill.take(count),
+            target=self.decode.take(count - first),
+            whole=np.random.default_rng(number).integers(0, 256, (3, 2, count, BLOCK_BYTES), dtype=np.uint8),
+        )
+        self.prefill.fill(handoff.source, handoff.whole)
+        handoff.events = self.script(prompt)
+        return handoff
+
+    def script(self, prompt: int) -> list[tuple[str, int]]:
+        """Events in an order that could be."""
+        pick = self.random
+        cuts = sorted({pick.randint(1, prompt) for _ in range(pick.choice((0, 0, 1, 2, 4)))} | {prompt})
+        events = [("save", cut) for cut in cuts]
+        if pick.random() < 0.1:
+            again = pick.randint(1, len(events))
+            events[again:again] = [("preempt", 0), *events[:again]]
+        events += [("token", 0), ("end", 1)]
+        if pick.random() < 0.1:
+            events[pick.randint(0, len(events) - 3) :] = [("end", 0)]
+        offered = pick.randint(0, len(events)) if pick.random() < 0.5 else 0
+        if pick.random() < 0.05:
+            events.insert(offered, ("withdraw", 0))
+            return events
+        events.insert(offered, ("offer", 0))
+        for _ in range(pick.choice((0, 0, 0, 0, 1, 2))):
+            events.insert(pick.randint(offered + 1, len(events)), ("cancel", 0))
+        return events
+
+    def step(self, handoff: Handoff) -> None:
+        event, argument = handoff.events.pop(0)
+        replica = handoff.decode if event in ("offer", "withdraw", "cancel") else handoff.prefill
+        if not replica.is_gone:
+            getattr(self, event)(handoff, argument)
+
+    def save(self, handoff: Handoff, computed: int) -> None:
+        """One engine step, often of several requests."""
+        batch = {handoff.name: (handoff, computed)}
+        for other in self.active:
+            is_next = other is not handoff and other.prefill is handoff.prefill and other.events[:1]
+            if is_next and is_next[0][0] == "save" and self.random.random() < 0.3:
+                batch[other.name] = (other, other.events.pop(0)[1])
+        workers = self.sizes["decode"]
+        chunks = [Chunk(h.key, h.name, cut, h.prompt, tuple(h.source), workers) for h, cut in batch.values()]
+        for side in handoff.prefill.sides:
+            side.channel.begin_step(chunks)
+            for layer in range(side.layers):
+                side.channel.layer_saved(layer)
+            side.channel.end_step()
+
+    def preempt(self, handoff: Handoff, _: int) -> None:
+        """Its blocks go to others, and what is in them is lost; it is computed again in others."""
+        for side in handoff.prefill.sides:
+            assert side.channel.wait_quiet([handoff.key], 10)
+        handoff.prefill.give_back(handoff.source)
+        handoff.source = handoff.prefill.take(len(handoff.source))
+        handoff.prefill.fill(handoff.source, handoff.whole)
+
+    def token(self, handoff: Handoff, _: int) -> None:
+        if not handoff.decode.is_gone and self.random.random() > LOST:
+            self.sender.send(handoff.decode.addresses[0], FirstToken(*handoff.key, int(handoff.name)))
+
+    def end(self, handoff: Handoff, is_ok: int) -> None:
+        for side in handoff.prefill.sides:
+            side.channel.ended(handoff.key, handoff.name, bool(is_ok), self.sizes["decode"])
+
+    def offer(self, handoff: Handoff, _: int) -> None:
+        for rank, side in enumerate(handoff.decode.sides):
+            peers, first = handoff.prefill.addresses, handoff.first_block
+            side.channel.offer(handoff.key, handoff.name, peers, first, handoff.target, rank == 0)
+
+    def withdraw(self, handoff: Handoff, _: int) -> None:
+        for side in handoff.decode.sides:
+            side.channel.withdraw(handoff.key, handoff.prefill.addresses, "aborted")
+        handoff.decode.give_back(handoff.target)
+        handoff.is_target_held = False
+
+    def cancel(self, handoff: Handoff, _: int) -> None:
+        for side in handoff.decode.sides:
+            side.channel.cancel(handoff.key, "aborted")
+
+    # ---- what comes of it
+
+    def settle(self) -> None:
+        """Take results: check what arrived, and give blocks back."""
+        for replica in (self.prefill, self.decode):
+            for side in replica.sides:
+                side.collect()
+        for handoff in self.active:
+            name, prefill, decode = handoff.name, handoff.prefill, handoff.decode
+            if handoff.is_target_held and not decode.is_gone:
+                received = [name in side.results.received for side in decode.sides]
+                if all(
+                    is_here or name in side.results.broken for is_here, side in zip(received, decode.sides, strict=True)
+                ):
+                    self.arrived(handoff, all(received))
+            if handoff.is_source_held and not prefill.is_gone:
+                handoff.is_source_held = any(name not in side.results.released for side in prefill.sides)
+                if not handoff.is_source_held:
+                    prefill.give_back(handoff.source)
+        self.active = [handoff for handoff in self.active if not handoff.is_over]
+
+    def arrived(self, handoff: Handoff, is_whole: bool) -> None:
+        if is_whole:
+            assert handoff.decode.holds(handoff.target, handoff.whole[:, :, handoff.first_block :])
+            assert handoff.decode.sides[0].results.received[handoff.name] == int(handoff.name)
+        self.intact += is_whole
+        self.broken += not is_whole
+        handoff.decode.give_back(handoff.target)
+        handoff.is_target_held = False
+
+    def replace(self, role: str) -> None:
+        """A replica goes away in the middle of everything, and a new one comes."""
+        replica: Replica = getattr(self, role)
+        replica.close()
+        self.gone.append((replica, [side.memory.copy() for side in replica.sides]))
+        setattr(self, role, self.replica(role))
+
+    def run(self, handoffs: int, at_once: int, replace_every: int) -> None:
+        number = 0
+        while number < handoffs or self.active:
+            ready = [handoff for handoff in self.active if handoff.events]
+            if number < handoffs and len(self.active) < at_once and (handoff := self.begin(number)):
+                self.active.append(handoff)
+                number += 1
+                if number % replace_every == 0:
+                    self.replace(self.random.choice(("prefill", "decode")))
+            elif ready:
+                self.step(self.random.choice(ready))
+            else:
+                self.wait(number < handoffs, at_once)
+            if number % 4 == 0:
+                self.settle()
+
+    def wait(self, is_more: bool, at_once: int) -> None:
+        """Until there is something to do again, or nothing more."""
+
+        def has_come() -> bool:
+            self.settle()
+            room = min(len(self.prefill.free), len(self.decode.free)) >= LONGEST and len(self.active) < at_once
+            return not self.active or (is_more and room)
+
+        self.prefill.sides[0].until(has_come)
+
+    def assert_nothing_lost(self) -> None:
+        for replica in (self.prefill, self.decode):
+            assert sorted(replica.free) == list(range(replica.sides[0].blocks))
+            for side in replica.sides:
+                side.wait_idle()
+                assert side.counter("bad_messages") == 0
+        self.decode.assert_marked(self.decode.free)
+        for replica, memories in self.gone:
+            for side, memory in zip(replica.sides, memories, strict=True):
+                assert np.array_equal(side.memory, memory), "memory of a closed channel was written"
+
+
+# seed, tokens a block, workers of prefill and of decode, handoffs
+SHARDS = [
+    (1, 1, 1, 1, 1500),
+    (2, 2, 1, 1, 1500),
+    (3, 3, 1, 1, 1500),
+    (4, 4, 1, 1, 1500),
+    (5, 7, 1, 1, 1500),
+    (6, 16, 1, 1, 1500),
+    (7, 4, 1, 2, 400),
+    (8, 8, 2, 1, 400),
+    (9, 4, 2, 4, 200),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "block_size", "prefills", "decodes", "handoffs"), SHARDS)
+def test_no_byte_is_wrong_and_no_block_is_lost(
+    make_side: Callable[..., Any], seed: int, block_size: int, prefills: int, decodes: int, handoffs: int
+) -> None:
+    flood = Flood(make_side, seed, block_size, prefills, decodes)
+    try:
+        flood.run(handoffs, at_once=16, replace_every=97)
+    finally:
+        flood.sender.close()
+    flood.assert_nothing_lost()
+    assert flood.intact > handoffs / 3
+    assert flood.broken > handoffs / 10

@@ -1,0 +1,67 @@
+"""KV layouts: arithmetic, and which two can exchange blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from transfer.memory.layout import KVLayout, mismatch
+
+LAYOUT = KVLayout(
+    num_layers=3,
+    regions_per_layer=2,
+    num_blocks=10,
+    block_size=16,
+    block_bytes=64,
+    bases=(0, 1000, 2000, 3000, 4000, 5000),
+    facts={"model": "one"},
+)
+
+
+def test_sizes() -> None:
+    assert LAYOUT.layer_block_bytes == 128
+    assert LAYOUT.kv_bytes(5) == 5 * 3 * 128
+
+
+def test_index_counts_every_block_of_every_region_once() -> None:
+    found = [LAYOUT.index(layer, b, r) for layer in range(3) for r in range(2) for b in range(10)]
+    assert found == list(range(60))
+
+
+def test_regions_must_match_the_layers() -> None:
+    with pytest.raises(ValueError, match="5 regions for 3 layers x 2"):
+        replace(LAYOUT, bases=LAYOUT.bases[:-1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 6, "regions_per_layer": 1},
+        {"num_layers": 2, "regions_per_layer": 3},
+        {"block_size": 32},
+        {"block_bytes": 65},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_difference_is_named_with_both_values(change: dict[str, object]) -> None:
+    other = replace(LAYOUT, **change)
+    name = next(iter(change)).replace("block_bytes", "head_bytes")
+    reason = mismatch(LAYOUT, other)
+    assert reason is not None
+    assert name in reason
+    assert repr(getattr(LAYOUT, name)) in reason
+    assert repr(getattr(other, name)) in reason
+
+
+def test_an_unlike_fact_is_named_with_both_values() -> None:
+    assert mismatch(LAYOUT, replace(LAYOUT, facts={"model": "two"})) == "model differs: 'one' here, 'two' there"
+    more = replace(LAYOUT, facts={"model": "one", "vllm": "9"})
+    assert mismatch(LAYOUT, more) == "vllm differs: None here, '9' there"
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_blocks": 99}, {"bases": (9,) * 6}, {"device": "cuda", "device_id": 3}], ids=str
+)
+def test_place_and_amount_of_memory_may_differ(change: dict[str, object]) -> None:
+    assert mismatch(LAYOUT, replace(LAYOUT, **change)) is None

@@ -1,0 +1,1 @@
+"""The two sides of a KV channel, and what goes between them."""

@@ -1,0 +1,267 @@
+"""A worker's KV channel: one thread that owns the data plane, the control endpoint and every handoff.
+
+The engine's thread only appends to a queue and takes results, so a step never waits on the network. `DecodeSide` and
+`PrefillSide` hold the handoffs; every worker has both.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+from transfer.channel.decode_side import DecodeSide
+from transfer.channel.outbox import Key, Outbox, Results, Trace
+from transfer.channel.pacing import Limits
+from transfer.channel.prefill_side import Chunk, PrefillSide, Ready
+from transfer.control import messages as control
+from transfer.control.endpoint import Endpoint, Incoming, PeerGone
+from transfer.control.messages import Seal
+from transfer.memory.layout import KVLayout
+from transfer.memory.plane import Plane
+
+logger = logging.getLogger("baton.transfer")
+
+CLOSE_TIMEOUT_S, END_S = 5.0, 10.0
+ACTIVE_MS, WAITING_MS = 1, 50
+
+
+class ChannelError(Exception):
+    """The channel can move nothing any more."""
+
+
+class Channel:
+    """One worker's channel. `trace(event, **fields)` is called with what happens to handoffs and layers."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        layout: KVLayout,
+        seal: Seal,
+        host: str,
+        timeout_s: float,
+        trace: Trace | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._plane = plane
+        self._trace: Trace = trace or (lambda event, **fields: None)
+        plane.register(layout)
+        self._endpoint = Endpoint(plane.name, seal, host)
+        self.address = self._endpoint.address
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._endpoint.watch(self._wake)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._outbox = Outbox()
+        self._decode = DecodeSide(plane, layout, self._endpoint, self._outbox, timeout_s, self._trace)
+        self._prefill = PrefillSide(
+            plane, layout, self._endpoint, self._outbox, timeout_s, self._trace, limits or Limits()
+        )
+        self._chunks: tuple[Chunk, ...] = ()
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="baton-channel", daemon=True)
+        self._thread.start()
+
+    # ---- called by the engine's thread
+
+    def meet(self, writers: list[list[str]]) -> None:
+        """Decode: the replicas that may write to us, each the endpoints of its workers by rank; we may be among them.
+
+        New ones are connected to, so that the first request need not; those that are no more are let go.
+        """
+        self._do(lambda: self._decode.meet(writers))
+
+    def keep(self, readers: list[list[str]]) -> None:
+        """Prefill: the replicas that we may write to. Those that were and are no more are forgotten."""
+        self._do(lambda: self._prefill.keep(readers))
+
+    def offer(
+        self, key: Key, request_id: str, peers: list[str], first_block: int, blocks: list[int], needs_token: bool
+    ) -> None:
+        """Decode: offer `blocks` to the prefill workers at `peers` for the prompt's blocks from `first_block`."""
+        self._do(lambda: self._decode.offer(key, request_id, peers, first_block, blocks, needs_token))
+
+    def cancel(self, key: Key, reason: str) -> None:
+        """Decode: the request is over; its result comes once the peer writes no more."""
+        self._do(lambda: self._decode.cancel(key, reason))
+
+    def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
+        """Decode: the request ended before its blocks were offered; prefill need not wait for an offer."""
+        self._do(lambda: self._decode.withdraw(key, peers, reason))
+
+    def is_answered(self, key: Key, peers: int = 1) -> bool:
+        """Prefill: all of decode's `peers` workers that concern us have offered their blocks, or will not."""
+        return self._prefill.is_answered(key, peers)
+
+    def begin_step(self, chunks: list[Chunk]) -> None:
+        """Prefill: this step computes these chunks."""
+        self._chunks = tuple(chunks)
+        for chunk in chunks:
+            self._trace("forward_begin", session=chunk.key[0], computed=chunk.computed)
+
+    def layer_saved(self, layer: int, ready: Ready | None = None) -> None:
+        """Prefill: a layer's KV of this step's chunks is computed, or will be when `ready` is."""
+        if chunks := self._chunks:
+            self._do(lambda: self._prefill.saved(chunks, layer, ready))
+
+    def end_step(self) -> None:
+        """Prefill: the forward pass is over."""
+        for chunk in self._chunks:
+            self._trace("forward_end", session=chunk.key[0], computed=chunk.computed)
+        self._chunks = ()
+
+    def ended(self, key: Key, request_id: str, ok: bool, peers: int = 1) -> None:
+        """Prefill: the engine is done with the request; `Results.released` names it when its blocks are free.
+
+        `peers`: workers of the decode replica.
+        """
+        self._do(lambda: self._prefill.ended(key, request_id, ok, peers))
+
+    def wait_quiet(self, keys: list[Key], timeout_s: float) -> bool:
+        """Prefill: these were preempted. Wait until no write reads their blocks, soon to be overwritten."""
+        quiet = threading.Event()
+
+        def check() -> None:
+            if self._prefill.preempted(keys):
+                quiet.set()
+            else:
+                self._commands.append(check)
+
+        self._do(check)
+        return quiet.wait(timeout_s)
+
+    def take_results(self) -> Results:
+        """What has ended since the last call. Raises ChannelError when the channel's thread has died."""
+        if self._error is not None:
+            raise ChannelError("the KV channel's thread died") from self._error
+        return self._outbox.take()
+
+    @property
+    def has_news(self) -> bool:
+        """There are results to take, or an offer has come, or the channel has died, since the last `take_results`."""
+        return self._outbox.has_news
+
+    def on_news(self, call: Callable[[], None]) -> None:
+        """Call this, on the channel's thread, when there is news."""
+        self._outbox.on_news = call
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start, and what is open now."""
+        return self._outbox.counts | {
+            "open_receiving": len(self._decode),
+            "open_writing": len(self._prefill),
+            "bad_messages": self._endpoint.bad_messages,
+        }
+
+    def close(self) -> None:
+        """End the thread and release memory; idempotent. A thread that does not end is given up and logged."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout=END_S)
+        if self._thread.is_alive() and (frame := sys._current_frames().get(self._thread.ident or 0)):
+            logger.error("the KV channel's thread did not end:\n%s", "".join(traceback.format_stack(frame)))
+            return  # the descriptor is still its own
+        os.close(self._wake)
+
+    def _do(self, command: Callable[[], None]) -> None:
+        if self._closing:  # the descriptor may be somebody else's by now
+            return
+        self._commands.append(command)
+        os.eventfd_write(self._wake, 1)
+
+    # ---- the channel's own thread from here on
+
+    def _run(self) -> None:
+        try:
+            self._plane.enter_thread()
+            self._loop()
+        except BaseException as error:
+            self._error = error  # the engine's thread raises it from take_results
+            self._outbox.alarm()
+            raise
+        finally:
+            if self._prefill.finish_writes(CLOSE_TIMEOUT_S):
+                self._endpoint.close()  # tells peers that we write no more: their blocks are their own again
+                self._plane.close()
+            else:
+                logger.error("writes did not end; only the end of the process may tell the peers")
+
+    def _loop(self) -> None:
+        while not self._closing:
+            events = self._endpoint.poll(self._wait_ms())
+            self._drain_wake()
+            for _ in range(len(self._commands)):
+                self._commands.popleft()()
+            for event in events:
+                if isinstance(event, PeerGone):
+                    self._decode.peer_gone(event.endpoint)
+                else:
+                    self._handle(event)
+            self._progress()
+            self._expire()
+
+    def _drain_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+
+    def _wait_ms(self) -> int | None:
+        """Poll while a write of ours runs; drive the transport for a peer's, seldom while none is known; or sleep."""
+        now = time.monotonic()
+        if self._commands:
+            return 0
+        wait_s = self._prefill.wait_s(now)
+        wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
+        if self._is_active(now):
+            return ACTIVE_MS if wait_ms is None else min(wait_ms, ACTIVE_MS)
+        if len(self._decode):
+            return WAITING_MS if wait_ms is None else min(wait_ms, WAITING_MS)
+        return wait_ms
+
+    def _is_active(self, now: float) -> bool:
+        return self._decode.is_active(now) or self._prefill.is_active(now)
+
+    def _progress(self) -> None:
+        if len(self._decode) or self._is_active(time.monotonic()):
+            self._plane.progress()
+        self._prefill.progress()
+        if self._prefill.is_busy:
+            time.sleep(0.00005)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        self._decode.expire(now)
+        self._prefill.expire(now)
+
+    def _handle(self, incoming: Incoming) -> None:
+        sender, message = incoming.sender, incoming.message
+        match message:
+            case control.Hello() if isinstance(sender, bytes):
+                self._prefill.hello(sender, message)
+            case control.Offer() if isinstance(sender, bytes):
+                self._prefill.offered(sender, message)
+            case control.Cancel() if isinstance(sender, bytes):
+                self._prefill.cancelled(sender, message)
+            case control.Welcome() if isinstance(sender, str):
+                return
+            case control.Nudge() if isinstance(sender, str):
+                self._decode.nudged()
+            case control.FirstToken(session, epoch, token):
+                self._decode.first_token((session, epoch), token)
+            case control.Landed(session, epoch) if isinstance(sender, str):
+                self._decode.landed((session, epoch), sender)
+            case control.Failed(session, epoch, reason) if isinstance(sender, str):
+                self._decode.failed((session, epoch), reason, sender)
+            case control.Refused(reason) if isinstance(sender, str):
+                self._decode.refused(sender, reason)
+            case _:
+                self._outbox.counts["messages_refused"] += 1

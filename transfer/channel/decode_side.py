@@ -1,0 +1,158 @@
+"""The decode worker's handoffs: offers blocks, waits for KV and first token, fences what is cancelled.
+
+Runs in the channel's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transfer.channel.outbox import Key, Outbox, Trace, remember
+from transfer.control import messages as control
+from transfer.control.endpoint import Endpoint
+from transfer.control.handoff import Received, Receiver, ReceiverEffect, SendCancel
+from transfer.memory.heads import sources
+from transfer.memory.layout import KVLayout
+from transfer.memory.plane import WARM_UP_S, Plane
+
+logger = logging.getLogger("baton.transfer")
+
+NUDGE_S = 0.02  # a writer repeats itself sooner
+
+
+@dataclass(slots=True)
+class _Receiving:
+    request_id: str
+    endpoints: list[str]
+    deadline: float
+    machine: Receiver
+
+
+class DecodeSide:
+    """`timeout_s`: from an offer until its KV must be here; then the peers are told to stop, again and again."""
+
+    def __init__(
+        self, plane: Plane, layout: KVLayout, endpoint: Endpoint, outbox: Outbox, timeout_s: float, trace: Trace
+    ) -> None:
+        self._plane, self._layout, self._endpoint, self._outbox = plane, layout, endpoint, outbox
+        self._timeout_s, self._trace = timeout_s, trace
+        self._receiving: dict[Key, _Receiving] = {}
+        self._active_until = 0.0
+        self.early_tokens: OrderedDict[Key, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Handoffs that are open."""
+        return len(self._receiving)
+
+    def is_active(self, now: float) -> bool:
+        """The transport has something to do on our side: a write is under way, or a new peer makes its connection."""
+        return now < self._active_until
+
+    def nudged(self) -> None:
+        self._active_until = max(self._active_until, time.monotonic() + NUDGE_S)
+
+    def meet(self, peers: list[list[str]]) -> None:
+        """The replicas that may write here, each its workers' endpoints: connect to new ones, let others go."""
+        wanted = {endpoint for workers in peers for endpoint in self._sources(workers)} - {self._endpoint.address}
+        busy = {endpoint for receiving in self._receiving.values() for endpoint in receiving.endpoints}
+        for endpoint in self._endpoint.peers - wanted - busy:
+            self._endpoint.disconnect(endpoint)
+        for endpoint in wanted:
+            self._reach(endpoint)
+
+    def offer(
+        self, key: Key, request_id: str, peers: list[str], first_block: int, blocks: list[int], needs_token: bool
+    ) -> None:
+        endpoints = self._sources(peers)
+        machine = Receiver(needs_token, set(endpoints))
+        self._receiving[key] = _Receiving(request_id, endpoints, time.monotonic() + self._timeout_s, machine)
+        offer = control.Offer(*key, self._layout.rank, first_block, blocks, self._timeout_s)
+        for endpoint in endpoints:
+            self._reach(endpoint)
+            self._endpoint.send(endpoint, offer)
+        self._trace("offered", session=key[0], blocks=len(blocks))
+        if (token := self.early_tokens.pop(key, None)) is not None:
+            machine.first_token(token)
+
+    def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
+        for endpoint in self._sources(peers):
+            self._reach(endpoint)
+            self._endpoint.send(endpoint, control.Cancel(*key, self._layout.rank, reason))
+
+    def cancel(self, key: Key, reason: str) -> None:
+        self._tell(key, lambda machine: machine.cancel(reason))
+
+    def landed(self, key: Key, endpoint: str) -> None:
+        if self._is_writing(key, endpoint):
+            self._tell(key, lambda machine: machine.landed(endpoint))
+
+    def failed(self, key: Key, reason: str, endpoint: str) -> None:
+        if self._is_writing(key, endpoint):
+            self._tell(key, lambda machine: machine.failed(reason, endpoint))
+
+    def first_token(self, key: Key, token: int) -> None:
+        """The first token may overtake the engine step that offers the blocks."""
+        if key in self._receiving:
+            self._tell(key, lambda machine: machine.first_token(token))
+        else:
+            remember(self.early_tokens, key, token)
+
+    def peer_gone(self, endpoint: str) -> None:
+        for key in self._handed_over_by(endpoint):
+            self._tell(key, lambda machine: machine.peer_lost(endpoint))
+
+    def refused(self, endpoint: str, reason: str) -> None:
+        logger.error("the prefill worker at %s refuses us: %s", endpoint, reason)
+        self._endpoint.disconnect(endpoint)
+        for key in self._handed_over_by(endpoint):
+            self.failed(key, reason, endpoint)
+
+    def expire(self, now: float) -> None:
+        for key, receiving in list(self._receiving.items()):
+            if now > receiving.deadline:
+                receiving.deadline = now + self._timeout_s
+                self.cancel(key, "the KV cache did not arrive in time")
+
+    def _sources(self, peers: list[str]) -> list[str]:
+        """Of a prefill replica's workers, those that hold our heads."""
+        layout = self._layout
+        return [peers[rank] for rank in sources(layout.rank, layout.workers, len(peers), layout.total_heads)]
+
+    def _is_writing(self, key: Key, endpoint: str) -> bool:
+        """Others, and those that have said so already, have nothing to say about a handoff's end."""
+        if key not in self._receiving:
+            return False  # late or repeated
+        if endpoint in self._receiving[key].endpoints:
+            return endpoint in self._receiving[key].machine.writing
+        self._outbox.counts["messages_refused"] += 1
+        return False
+
+    def _handed_over_by(self, endpoint: str) -> list[Key]:
+        return [key for key, receiving in self._receiving.items() if endpoint in receiving.endpoints]
+
+    def _reach(self, endpoint: str) -> None:
+        """Introduce ourselves to a peer that we have no connection to."""
+        if self._endpoint.connect(endpoint):
+            hello = control.Hello(self._endpoint.address, self._plane.name, self._plane.metadata(), self._layout)
+            self._endpoint.send(endpoint, hello)
+            self._active_until = time.monotonic() + WARM_UP_S
+
+    def _tell(self, key: Key, event: Callable[[Receiver], list[ReceiverEffect]]) -> None:
+        receiving = self._receiving.get(key)
+        for effect in event(receiving.machine) if receiving else ():
+            assert receiving is not None
+            if isinstance(effect, SendCancel):
+                for endpoint in receiving.machine.writing:
+                    cancel = control.Cancel(*key, self._layout.rank, receiving.machine.reason)
+                    self._endpoint.send(endpoint, cancel)
+                continue
+            del self._receiving[key]
+            if isinstance(effect, Received):
+                self._outbox.received(receiving.request_id, effect.token)
+            else:
+                self._outbox.broken(receiving.request_id, effect.reason)
+            self._trace("received", session=key[0], ok=isinstance(effect, Received))

@@ -1,0 +1,1 @@
+"""Handoffs, control messages, and how they are sealed."""

@@ -1,0 +1,282 @@
+"""One handoff of a prompt's KV cache, as two pure state machines: events in, effects out.
+
+`Receiver` runs in the decode worker: waiting -> done, or waiting -> fencing -> done. Decode blocks may be freed
+only when it says `Received` or `Broken`: until then a live peer may still write them.
+`Writer` runs in the prefill worker, one for each decode worker that it writes to: open -> landed | failed, and
+`Released` once its source blocks are not read any more. An event that is illegal in a state raises `IllegalEvent` and
+changes nothing; late and repeated messages of the peer are legal and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from transfer.memory.blocks import blocks_for, writable_blocks
+
+
+class IllegalEvent(Exception):
+    """The caller's mistake: this event cannot happen in this state."""
+
+
+class ReceiverState(Enum):
+    WAITING = auto()
+    FENCING = auto()
+    DONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Ask the peer to stop writing and to say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The KV cache is here. `token` is the first token, or None when this rank does not carry it."""
+
+    token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The handoff is over without its KV; the peer writes no more."""
+
+    reason: str
+
+
+ReceiverEffect = SendCancel | Received | Broken
+
+
+@dataclass(slots=True)
+class Receiver:
+    """The decode side. `needs_token`: whether the first token must arrive as well.
+
+    `writing`: the prefill workers that may still write: several where prefill and decode split the heads differently.
+    A sole one needs no name.
+    """
+
+    needs_token: bool = True
+    writing: set[str] = field(default_factory=lambda: {""})
+    state: ReceiverState = ReceiverState.WAITING
+    token: int | None = None
+    reason: str = ""
+
+    @property
+    def has_landed(self) -> bool:
+        """Nobody writes any more."""
+        return not self.writing
+
+    def landed(self, source: str = "") -> list[ReceiverEffect]:
+        """The peer says that every block is written."""
+        self.writing.discard(source)
+        return self._settle()
+
+    def first_token(self, token: int) -> list[ReceiverEffect]:
+        """The first token arrived."""
+        if self.state is ReceiverState.WAITING and self.token is None:
+            self.token = token
+        return self._settle()
+
+    def failed(self, reason: str, source: str = "") -> list[ReceiverEffect]:
+        """The peer says that it will write no more. The others are then asked to stop, too."""
+        self.writing.discard(source)
+        if self.state is not ReceiverState.WAITING:
+            return self._settle()
+        self.state, self.reason = ReceiverState.FENCING, reason
+        return [SendCancel()] if self.writing else self._settle()
+
+    def peer_lost(self, source: str = "") -> list[ReceiverEffect]:
+        """The peer's process is proven dead."""
+        return self.failed("the prefill replica was lost", source)
+
+    def cancel(self, reason: str) -> list[ReceiverEffect]:
+        """We do not want it any more: aborted, or out of time. Repeated, asks again: an answer may be lost."""
+        if self.state is ReceiverState.FENCING:
+            return [SendCancel()]
+        if self.state is ReceiverState.DONE:
+            return []
+        self.state, self.reason = ReceiverState.FENCING, reason
+        return [SendCancel()] if self.writing else self._settle()  # when all has landed, only the token is missing
+
+    def _settle(self) -> list[ReceiverEffect]:
+        if self.state is ReceiverState.DONE or self.writing:
+            return []
+        effect: ReceiverEffect = Broken(self.reason)
+        if self.state is ReceiverState.WAITING:
+            if self.needs_token and self.token is None:
+                return []
+            effect = Received(self.token)
+        self.state = ReceiverState.DONE
+        return [effect]
+
+
+class WriterState(Enum):
+    OPEN = auto()
+    LANDED = auto()
+    FENCING = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copy blocks of one layer: `local[i]` here to `remote[i]` there, the prompt's blocks from `begin` on."""
+
+    layer: int
+    begin: int
+    local: tuple[int, ...]
+    remote: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendLanded:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The source blocks may be freed."""
+
+
+WriterEffect = Write | SendLanded | SendFailed | Released
+
+
+@dataclass(slots=True)
+class Writer:
+    """The prefill side of one handoff over `num_layers` layers of blocks of `block_size` tokens.
+
+    What is computed and what is offered arrive in any order; a layer's blocks are written once both are known.
+    """
+
+    num_layers: int
+    block_size: int
+    state: WriterState = WriterState.OPEN
+    first_block: int = 0
+    remote: tuple[int, ...] | None = None
+    local: tuple[int, ...] = ()
+    prompt: int = 0
+    computed: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    in_flight: int = 0
+    source_over: bool = False
+    released: bool = False
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        self.computed = [0] * self.num_layers
+        self.written = [0] * self.num_layers
+
+    def offered(self, first_block: int, remote: Sequence[int]) -> list[WriterEffect]:
+        """Decode offers blocks for the prompt's blocks from `first_block` on."""
+        if self.remote is not None:
+            return []
+        if self.state is not WriterState.OPEN:
+            return [SendFailed(self.reason or "the prefill is over")]
+        self.first_block, self.remote = first_block, tuple(remote)
+        self.written = [first_block] * self.num_layers
+        writes = [write for layer in range(self.num_layers) for write in self._writes(layer)]
+        return [*writes, *self._settle()]
+
+    def saved(self, layer: int, computed: int, prompt: int, local: Sequence[int]) -> list[WriterEffect]:
+        """A layer's KV of the first `computed` of `prompt` tokens lies in blocks `local` of this worker."""
+        if self.source_over:
+            raise IllegalEvent("a layer was saved after the prefill had ended")
+        if self.state is not WriterState.OPEN:
+            return []
+        self.prompt, self.local = prompt, tuple(local)
+        self.computed[layer] = computed
+        return self._writes(layer)
+
+    def preempted(self, unposted: Sequence[Write] = ()) -> None:
+        """The engine takes the source blocks back and will compute the prompt again, in others.
+
+        `unposted`: writes that were not begun and will not be; their blocks are written when they are computed again.
+        """
+        if self.source_over:
+            raise IllegalEvent("a prefill was preempted after it had ended")
+        self.computed = [0] * self.num_layers
+        self.in_flight -= len(unposted)
+        for write in unposted:
+            self.written[write.layer] = min(self.written[write.layer], write.begin)
+
+    def dropped(self, writes: int) -> list[WriterEffect]:
+        """So many writes were not begun and will not be, as the handoff is being stopped."""
+        if self.state is WriterState.OPEN or writes > self.in_flight:
+            raise IllegalEvent("writes were dropped of a handoff that goes on")
+        self.in_flight -= writes
+        return self._settle()
+
+    def write_done(self, ok: bool) -> list[WriterEffect]:
+        """One of our writes is complete, or failed."""
+        if not self.in_flight:
+            raise IllegalEvent("a write ended that was never begun")
+        self.in_flight -= 1
+        if not ok and self.state is WriterState.OPEN:
+            self._fence("a write failed")
+        return self._settle()
+
+    def ended(self, ok: bool) -> list[WriterEffect]:
+        """The engine is done with the request and asks for its blocks back; `ok`: the whole prompt is computed."""
+        if self.source_over:
+            raise IllegalEvent("the prefill ended twice")
+        self.source_over = True
+        if not ok and self.state is WriterState.OPEN:
+            self._fence("the prefill was aborted")
+        return self._settle()
+
+    def stop(self, reason: str) -> list[WriterEffect]:
+        """Decode cancels, the deadline passed, or decode is gone: write no more."""
+        if self.state is WriterState.OPEN:
+            self._fence(reason)
+        elif self.state is WriterState.FAILED:
+            return [SendFailed(self.reason)]  # the answer may have been lost
+        return self._settle()
+
+    @property
+    def over(self) -> bool:
+        """Nothing can come of this handoff any more."""
+        return self.released
+
+    def _fence(self, reason: str) -> None:
+        self.state, self.reason = WriterState.FENCING, reason
+
+    def _writes(self, layer: int) -> list[WriterEffect]:
+        if self.state is not WriterState.OPEN or self.remote is None or not self.computed[layer]:
+            return []
+        begin = self.written[layer]
+        end = writable_blocks(self.computed[layer], self.prompt, self.block_size)
+        if end <= begin:
+            return []
+        if end - self.first_block > len(self.remote):
+            self._fence("decode offered too few blocks")
+            return self._settle()
+        self.written[layer] = end
+        self.in_flight += 1
+        offset = self.first_block
+        return [Write(layer, begin, self.local[begin:end], self.remote[begin - offset : end - offset])]
+
+    def _settle(self) -> list[WriterEffect]:
+        effects: list[WriterEffect] = []
+        if not self.in_flight:
+            if self.state is WriterState.OPEN and self._all_written():
+                self.state = WriterState.LANDED
+                effects.append(SendLanded())
+            elif self.state is WriterState.FENCING:
+                self.state = WriterState.FAILED
+                effects.append(SendFailed(self.reason))
+            settled = self.state in (WriterState.LANDED, WriterState.FAILED)
+            if settled and self.source_over and not self.released:
+                self.released = True
+                effects.append(Released())
+        return effects
+
+    def _all_written(self) -> bool:
+        if self.remote is None or not self.prompt:
+            return False
+        total = blocks_for(self.prompt, self.block_size)
+        return all(done >= total for done in self.written)

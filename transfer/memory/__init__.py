@@ -1,0 +1,1 @@
+"""KV memory: layouts, blocks, and the planes that move them."""

@@ -1,0 +1,107 @@
+"""A KV cache's layout in memory, and whether two can exchange blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transfer.memory.heads import head_range
+
+MAX_WORKERS = 1 << 16  # and heads
+MAX_INDEX = (1 << 31) - 1  # a data plane's descriptors are numbered with 32 bits
+MAX_ADDRESS = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where a worker's KV blocks lie.
+
+    A region is an array of `num_blocks` blocks of `block_bytes` bytes, one behind the other, at `bases[region]`.
+    Each layer has `regions_per_layer` of them, in layer order: one where keys and values of a block lie
+    together, two where they are apart. `block_size` is in tokens; `facts` name everything else that must agree
+    (model, weights, dtype, versions). The worker is number `rank` of `workers` of its replica and holds its share of
+    the model's `total_heads` KV heads; `heads_first`: inside a block the heads lie one behind the other.
+    """
+
+    num_layers: int
+    regions_per_layer: int
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    bases: tuple[int, ...]
+    device: str = "cpu"
+    device_id: int = 0
+    facts: dict[str, str] = field(default_factory=dict)
+    rank: int = 0
+    workers: int = 1
+    total_heads: int = 1
+    heads_first: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_range()
+        if len(self.bases) != self.num_layers * self.regions_per_layer:
+            raise ValueError(f"{len(self.bases)} regions for {self.num_layers} layers x {self.regions_per_layer}")
+        if self.block_bytes % len(self.heads):
+            raise ValueError(f"blocks of {self.block_bytes} bytes for {len(self.heads)} heads")
+
+    def _check_range(self) -> None:
+        """Layouts come over the wire: none may lie outside the address space, or be too large to be indexed."""
+        counts = (self.num_layers, self.regions_per_layer, self.num_blocks, self.block_size, self.block_bytes)
+        if min(*counts, self.workers, self.total_heads) < 1 or max(self.workers, self.total_heads) > MAX_WORKERS:
+            raise ValueError("a count that cannot be")
+        if not (0 <= self.rank < self.workers and 0 <= self.device_id < MAX_INDEX):
+            raise ValueError(f"worker {self.rank} of {self.workers} on device {self.device_id}")
+        if self.num_layers * self.regions_per_layer * self.num_blocks > MAX_INDEX:
+            raise ValueError(f"more than {MAX_INDEX} blocks in all regions")
+        if any(not 0 <= base <= MAX_ADDRESS - self.num_blocks * self.block_bytes for base in self.bases):
+            raise ValueError("a region outside the address space")
+
+    @property
+    def heads(self) -> range:
+        """The KV heads that this worker holds."""
+        return head_range(self.rank, self.workers, self.total_heads)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one block of one region."""
+        return self.block_bytes // len(self.heads)
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.block_bytes * self.regions_per_layer
+
+    def kv_bytes(self, blocks: int) -> int:
+        """Bytes of `blocks` blocks in all layers."""
+        return blocks * self.num_layers * self.layer_block_bytes
+
+    def index(self, layer: int, block: int, region: int = 0) -> int:
+        """Position of a block in the list of all blocks of all regions."""
+        return (layer * self.regions_per_layer + region) * self.num_blocks + block
+
+    def window(self, other: KVLayout) -> tuple[int, int]:
+        """Offset and length, in bytes inside each of our blocks, of the heads that `other` holds as well."""
+        begin, end = _shared(self, other)
+        if len(self.heads) == end - begin:
+            return 0, self.block_bytes
+        return (begin - self.heads.start) * self.head_bytes, (end - begin) * self.head_bytes
+
+
+def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
+    """The first difference that keeps two caches from exchanging blocks, or None when they can."""
+    for name in sorted(ours.facts.keys() | theirs.facts.keys()):
+        mine, other = ours.facts.get(name), theirs.facts.get(name)
+        if mine != other:
+            return f"{name} differs: {mine!r} here, {other!r} there"
+    for name in ("num_layers", "regions_per_layer", "block_size", "total_heads", "head_bytes"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return f"{name} differs: {getattr(ours, name)!r} here, {getattr(theirs, name)!r} there"
+    begin, end = _shared(ours, theirs)
+    if begin >= end:
+        return f"no heads in common: {ours.heads} here, {theirs.heads} there"
+    if ours.heads != theirs.heads and not (ours.heads_first and theirs.heads_first):
+        return "unequal tensor parallelism, with a KV layout in which a block's heads do not lie one behind the other"
+    return None
+
+
+def _shared(ours: KVLayout, theirs: KVLayout) -> tuple[int, int]:
+    return max(ours.heads.start, theirs.heads.start), min(ours.heads.stop, theirs.heads.stop)

@@ -1,0 +1,1 @@
+"""Inside vLLM: the KV connector and what it leans on."""

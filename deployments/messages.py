@@ -223,7 +223,7 @@ class SessionRequest:
     `client`: whom fairness is between. `affinity`: sessions with the same key go to the same replicas where they can.
     `adapter`: the LoRA adapter it needs. `chat`: it came as messages, not as text. `attempt`: which placement of the
     session this is, from 1; a later one is what is left of it, with the tokens answered so far as part of the prompt.
-    `leaving`: the replica that has let it go, where its KV cache is; "" where it was lost, and for a first attempt.
+    `moved_from`: the replica that has let it go, where its KV cache is; "" where it was lost, and for a first attempt.
     `least_epoch`: its placement gets an epoch no lower, whatever the ledger knows of the session.
     `progressed`: the one before it gave more than a first token, so that this one is no retry of what failed.
     """
@@ -240,7 +240,7 @@ class SessionRequest:
     adapter: str = ""
     chat: bool = False
     attempt: int = 1
-    leaving: str = ""
+    moved_from: str = ""
     least_epoch: int = 1
     progressed: bool = False
 
@@ -332,7 +332,7 @@ class Reject:
     """Not at all (`retry_after_s` is None: the request can never be served here), or not soon.
 
     `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft`,
-    `predicted_tpot`, `unknown_class` or `manager_leaves`; "" for any other.
+    `predicted_tpot`, `unknown_class` or `manager_retires`; "" for any other.
     """
 
     reason: str
@@ -343,7 +343,7 @@ class Reject:
 
 Decision = Admit | Queue | Reject
 
-MANAGER_LEAVES = "manager_leaves"
+MANAGER_RETIRES = "manager_retires"
 """The code of a refusal that says no more than to ask again: another session manager will answer."""
 
 
@@ -353,8 +353,8 @@ class SessionTask:
 
     `request`: the frames of an encoded EngineCoreRequest. `reply_to`: the ingress's output address; engine
     outputs go there by step, not through the call. `reservation`: what it was promised on this replica. `movable`: the
-    answer ends here, and can go on elsewhere. `leaving`: the session was let go by this replica, which only hands over
-    what it has; it may be draining, and Serve may have taken it out.
+    answer ends here, and can go on elsewhere. `hands_over`: the session moves away from this replica,
+    which only hands over what it has; it may be draining, and Serve may have taken it out.
     """
 
     session_id: str
@@ -367,7 +367,7 @@ class SessionTask:
     prompt_tokens: int
     reservation: Reservation = NOTHING
     movable: bool = False
-    leaving: bool = False
+    hands_over: bool = False
 
 
 MOVED = "moved"

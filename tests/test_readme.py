@@ -104,10 +104,10 @@ def test_every_configuration_file_is_mentioned() -> None:
     assert [name for name in files if name not in README] == []
 
 
-def test_every_module_is_in_the_picture_of_the_rooms() -> None:
+def test_every_folder_is_in_the_picture_of_the_rooms() -> None:
     rooms = README.split("\n## Rooms\n")[1].split("```")[1]
-    modules = [path for room in ("app", "deployments", "transfer") for path in (ROOT / room).rglob("*.py")]
-    assert [path.name for path in modules if path.name != "__init__.py" and path.name not in rooms] == []
+    folders = {path.parent for room in ("app", "deployments", "transfer") for path in (ROOT / room).rglob("*.py")}
+    assert [folder.name for folder in folders if f"{folder.name}/" not in rooms] == []
 
 
 def test_every_file_that_is_named_exists() -> None:

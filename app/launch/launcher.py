@@ -38,7 +38,7 @@ from app.launch.local_ray import LOOPBACK_ONLY, LocalRay, is_loopback, port_answ
 from app.launch.serve_api import Progress, ServeApi, ServeApiError, progress
 from configs.schema import BatonConfig
 
-_RUN_DIR = Path(__file__).resolve().parent.parent / ".cache" / "run"
+_RUN_DIR = Path(__file__).resolve().parents[2] / ".cache" / "run"
 _RAY_START_TIMEOUT_S, _RAY_STARTS = 300.0, 3
 _SHOWN_OF_A_LOG = 1500
 _SHUTDOWN_TIMEOUT_S = 45.0

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_SOURCE = "bundled:smollm2-135m-instruct"
-DEFAULT_CACHE_DIR = Path(__file__).resolve().parent.parent / ".cache" / "models"
+DEFAULT_CACHE_DIR = Path(__file__).resolve().parents[2] / ".cache" / "models"
 LOCK_TIMEOUT_S = 600.0
 
 _BUNDLED_PREFIX = "bundled:"

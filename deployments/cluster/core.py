@@ -26,7 +26,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments.cluster import request_context
-from deployments.cluster.engine_request import is_seeded, part, pushed, rest, session_request, traits
+from deployments.cluster.engine_request import is_seeded, part, pushed, remainder, session_request, traits
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.session import (
     Deliver,
@@ -55,7 +55,7 @@ from deployments.errors import (
 from deployments.host.waits import set_within, unless
 from deployments.manager.port import Manager
 from deployments.messages import (
-    MANAGER_LEAVES,
+    MANAGER_RETIRES,
     MOVED,
     Handoff,
     Mode,
@@ -109,7 +109,7 @@ class Pool(Protocol):
 class _Attempt:
     """One placement of a session, and what runs for it. `answered`: the tokens that its client had before.
 
-    `leaving`: the replica that let the session go. `ended`: its owner has said that it holds nothing of it any more.
+    `moved_from`: the replica that let the session go. `ended`: its owner has said that it holds nothing of it any more.
     `lost`: why it came to nothing. `until_pulled`: what ends when decode has the KV cache, where decode pulls it.
     `notices`: what the session manager is being told.
     """
@@ -119,7 +119,7 @@ class _Attempt:
     request: EngineCoreRequest
     session: Session
     answered: tuple[int, ...] = ()
-    leaving: str = ""
+    moved_from: str = ""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     lost: SessionError | None = None
     outcome: str = ""
@@ -237,10 +237,10 @@ class ClusterCore(EngineCoreClient):
 
     # ---- one session
 
-    def _attempt(self, entry: _Open, request: EngineCoreRequest, leaving: str = "") -> None:
+    def _attempt(self, entry: _Open, request: EngineCoreRequest, moved_from: str = "") -> None:
         """The next attempt takes over: from here on, it is the one that can be cancelled and can fail."""
         session = Session(entry.request.request_id, self._handoff)
-        attempt = _Attempt(entry, len(entry.attempts) + 1, request, session, tuple(entry.sent), leaving)
+        attempt = _Attempt(entry, len(entry.attempts) + 1, request, session, tuple(entry.sent), moved_from)
         entry.attempts.append(attempt)
         self._attempts[request.request_id] = attempt
 
@@ -267,12 +267,12 @@ class ClusterCore(EngineCoreClient):
             await attempt.over.wait()
         if attempt.lost is None:
             return False
-        entry, left = attempt.entry, rest(attempt.entry.request, attempt.entry.sent, attempt.number + 1)
+        entry, left = attempt.entry, remainder(attempt.entry.request, attempt.entry.sent, attempt.number + 1)
         if entry.context is not None and entry.sent and is_seeded(entry.request):
             entry.context.seed_moved = True
         if isinstance(attempt.lost, Moved) and placement is not None and entry.moves < MAX_MOVES:
             entry.moves += 1
-            self._attempt(entry, left, leaving=placement.owner.replica_id)
+            self._attempt(entry, left, moved_from=placement.owner.replica_id)
             await self._end(attempt)
             return True
         logger.warning("session %s, placement %d: %s", entry.request.request_id, attempt.number, attempt.lost)
@@ -324,10 +324,10 @@ class ClusterCore(EngineCoreClient):
             attempt.answered,
         )
         progressed = attempt.number > 1 and entry.attempts[-2].progressed
-        request = replace(asked, leaving=attempt.leaving, progressed=progressed)
+        request = replace(asked, moved_from=attempt.moved_from, progressed=progressed)
         give_up_s = time.monotonic() + BUDGET_WAIT_S
         while isinstance(decision := await unless(attempt.over, self._manager.open(request)), Reject):
-            if decision.code not in (RETRY_BUDGET, MANAGER_LEAVES) or time.monotonic() > give_up_s:
+            if decision.code not in (RETRY_BUDGET, MANAGER_RETIRES) or time.monotonic() > give_up_s:
                 raise _refusal(decision)
             await set_within(attempt.over, decision.retry_after_s or PAUSE_S)
         if decision is None:
@@ -402,7 +402,7 @@ class ClusterCore(EngineCoreClient):
             prompt_tokens=prompt_tokens,
             reservation=placement.reservation(replica.replica_id, prompt_tokens),
             movable=replica is placement.owner and not continuation_rule(traits(attempt.entry.request)),
-            leaving=role is Role.PREFILL and replica.replica_id == attempt.leaving,
+            hands_over=role is Role.PREFILL and replica.replica_id == attempt.moved_from,
         )
         try:
             report = await self._pools[replica.pool].run(task)

@@ -117,7 +117,7 @@ def part(
     return part
 
 
-def rest(request: EngineCoreRequest, sent: Sequence[int], attempt: int) -> EngineCoreRequest:
+def remainder(request: EngineCoreRequest, sent: Sequence[int], attempt: int) -> EngineCoreRequest:
     """A request that is placed again, when `sent` has been answered.
 
     It has an id of its own, so that nothing of an older attempt can be taken for its output, nor ends it.

@@ -20,7 +20,7 @@ from configs.schema import BatonConfig
 from deployments.fleet.fleet import Promise
 from deployments.fleet.view import ReplicaView
 from deployments.messages import (
-    MANAGER_LEAVES,
+    MANAGER_RETIRES,
     Admit,
     ManagerView,
     Phase,
@@ -36,7 +36,7 @@ from deployments.policy.allocator import Allocator
 
 _LATE_S = 0.01
 """A timer may fire a little early; it is set this much later than the deadline it watches."""
-ASK_AGAIN = Reject("the session manager is being replaced", 0.2, unavailable=True, code=MANAGER_LEAVES)
+ASK_AGAIN = Reject("the session manager is being replaced", 0.2, unavailable=True, code=MANAGER_RETIRES)
 
 MOST_REPORTS_PER_S, LONGEST_INTERVAL_S = 500, 1.0
 """A report costs the manager a third to half a millisecond; a large fleet's replicas report less often than they may.
@@ -90,7 +90,7 @@ class SessionManager:
         self._tell()
         return self._counted(decision)
 
-    def leave(self) -> None:
+    def retire(self) -> None:
         """Another manager takes over: whoever waits here is to ask again, there. What is placed stays as it is."""
         self._is_leaving = True
         for session_id, answer in self._waiting.items():
@@ -114,7 +114,7 @@ class SessionManager:
         """
         now_s = self._clock()
         if not epoch:
-            closed = self._allocator.leave(session_id, now_s)
+            closed = self._allocator.withdraw(session_id, now_s)
         else:
             closed = int(self._allocator.close(session_id, epoch, outcome, now_s, output_tokens, ended))
         self._count(outcome, closed)
@@ -140,7 +140,7 @@ class SessionManager:
         peers = self._allocator.fleet.peers(snapshot.info)
         news = peers if peers.version != snapshot.peers_version else None
         hold = snapshot.is_starting and self._allocator.fleet.is_out_of_step(snapshot.info, snapshot.phase, now_s)
-        return ReportAnswer(news, missed, hold, self._allocator.let_go(snapshot, now_s), interval_s)
+        return ReportAnswer(news, missed, hold, self._allocator.sessions_to_move(snapshot, now_s), interval_s)
 
     def _interval_s(self) -> float:
         """How often a replica may report."""

@@ -37,14 +37,14 @@ class ManagerServer:
     def _connection(self) -> _Connection:
         return _Connection(self, self._seal)
 
-    async def leave(self) -> None:
+    async def retire(self) -> None:
         """Another manager takes over: send callers there, give the answers that are owed, and close."""
         self.address = ""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
             connection.send(wire.Leaving(0))
-        self._manager.leave()
+        self._manager.retire()
         if self._connections:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_ANSWERS_S):

@@ -36,7 +36,7 @@ from deployments.policy.chance import Chance
 from deployments.policy.placement.baselines import POLICIES
 from deployments.policy.placement.estimates import Knowledge, Limits
 from deployments.policy.placement.place import PlacementSettings, claimed, place, takes
-from deployments.policy.placement.relief import REST, Relief, Running, let_go, room_of
+from deployments.policy.placement.relief import REST, Relief, Running, choose_moves, room_of
 from deployments.policy.prediction.answer_length import LengthPredictor
 from deployments.policy.prediction.prefix_index import PrefixIndex
 from deployments.policy.prediction.step_time import Coefficients, StepModel
@@ -146,14 +146,14 @@ class Allocator:
             return Reject(CLOSED)
         if request.attempt == 1:
             self._retries.opened(now_s)
-        elif not request.leaving and not request.progressed and not self._may_retry(now_s):
+        elif not request.moved_from and not request.progressed and not self._may_retry(now_s):
             return Reject("too many sessions are placed again", RETRY_AFTER_S, unavailable=True, code=RETRY_BUDGET)
         session = _Session(request, self._knowledge(request), now_s)
-        if not self.room or request.leaving:  # who is moved gives up what it has: it need not stand in line
-            decision = self._decide(session, self._live(now_s, moving=bool(request.leaving)), now_s)
+        if not self.room or request.moved_from:  # who is moved gives up what it has: it need not stand in line
+            decision = self._decide(session, self._live(now_s, moving=bool(request.moved_from)), now_s)
             if not isinstance(decision, Queue):
                 return self._settle(session, decision, now_s)
-            request = session.request = replace(request, leaving="")  # what it has left there will not wait for it
+            request = session.request = replace(request, moved_from="")  # what it has left there will not wait for it
         elif (late := self._too_late(session, now_s)) is not None:
             return late
         entered = self.room.enter(request, now_s, session.knowledge.output_tokens or None)
@@ -182,20 +182,20 @@ class Allocator:
         """When the first of the waiting will have waited too long."""
         return self.room.next_deadline_s()
 
-    def leave(self, session_id: str, now_s: float) -> int:
+    def withdraw(self, session_id: str, now_s: float) -> int:
         """Whoever wanted this session does not any more, wherever its opening may be: waiting, or on the way.
 
         Closes what is open of it; returns how many placements that were.
         """
         self._left[session_id] = now_s
-        if self.room.leave(session_id):
+        if self.room.remove(session_id):
             self._answer(session_id, Reject(CLOSED))
         epochs = [promise.placement.epoch for promise in self.fleet.promises_of(session_id)]
         return sum(self.close(session_id, epoch, "cancelled", now_s) for epoch in epochs)
 
     def abandon(self, session_id: str) -> None:
         """A waiter is gone and needs no answer; idempotent."""
-        if self.room.leave(session_id):
+        if self.room.remove(session_id):
             self._sessions.pop(session_id, None)
 
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
@@ -264,7 +264,7 @@ class Allocator:
         barred = self.relief.pressed(now_s) if moving else self.relief.barred(now_s)
         return view.without_room_on(barred) if barred else view
 
-    def let_go(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
+    def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
         """The sessions that a replica is to let go, because its blocks are running out and others have room."""
         if not self._settings.moves or not snapshot.held_tokens or snapshot.info is None:
             return ()
@@ -278,7 +278,7 @@ class Allocator:
             for view in self.fleet.view(now_s).of(Role.DECODE)
             if view.info.replica_id not in barred and view.info.fingerprint == snapshot.info.fingerprint
         ]
-        moves = let_go(snapshot, rooms, steps, self._may_hold)
+        moves = choose_moves(snapshot, rooms, steps, self._may_hold)
         self.relief.keep(moves.values(), now_s)
         return tuple(moves)
 

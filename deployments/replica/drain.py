@@ -24,27 +24,27 @@ STOP_S = 10.0
 OPEN_KV = ("open_receiving", "open_writing")
 
 
-class Leaver(Protocol):
+class Draining(Protocol):
     """A replica, see `replica.Replica`."""
 
     @property
     def open_runs(self) -> int: ...
 
-    def leave(self) -> None: ...
+    def begin_drain(self) -> None: ...
 
     def move_out(self, session_ids: Collection[str] | None = None) -> int: ...
 
     async def counters(self) -> dict[str, float]: ...
 
 
-async def drain(replica: Leaver, timeout_s: float, do_all_leave: Callable[[], Awaitable[bool]]) -> None:
+async def drain(replica: Draining, timeout_s: float, do_all_leave: Callable[[], Awaitable[bool]]) -> None:
     """Let a replica's sessions end, then move those that are left, then wait until nobody uses its KV.
 
     `do_all_leave`: whether there is nowhere to move to. Returns when all that is done, at the latest after `timeout_s`.
     Raises EngineError when the engine dies.
     """
     began_s = time.monotonic()
-    replica.leave()
+    replica.begin_drain()
     while replica.open_runs and time.monotonic() - began_s < RUN_SHARE * timeout_s:  # noqa: ASYNC110 - looked at seldom
         await asyncio.sleep(LOOK_S)
     if replica.open_runs and not await do_all_leave():
@@ -57,14 +57,14 @@ async def drain(replica: Leaver, timeout_s: float, do_all_leave: Callable[[], Aw
     logger.warning("out of time, with %d sessions open, or KV that a peer still uses", replica.open_runs)
 
 
-async def _until_quiet(replica: Leaver) -> None:
+async def _until_quiet(replica: Draining) -> None:
     """Nothing runs and no peer reads or writes, several looks in a row."""
     quiet = 0
     while (quiet := quiet + 1 if await _is_quiet(replica) else 0) < QUIET_LOOKS:  # noqa: ASYNC110 - nothing tells us
         await asyncio.sleep(LOOK_S)
 
 
-async def _is_quiet(replica: Leaver) -> bool:
+async def _is_quiet(replica: Draining) -> bool:
     try:
         counters = await replica.counters()
     except TimeoutError:  # its engine is in a long step

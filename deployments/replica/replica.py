@@ -70,7 +70,7 @@ class _Live:
     done: asyncio.Future[str]
     output_tokens: int = 0
     started: bool = False
-    leaves: bool = False
+    moves: bool = False
     orphaned: bool = False
 
     @property
@@ -230,18 +230,18 @@ class Replica:
         """Let these sessions go, none named all, as far as they can go on elsewhere. Returns how many will.
 
         Their runs end with `MOVED`, and their blocks are the prefix cache's, from which this replica then hands them
-        over (`SessionTask.leaving`). One without an output yet, whose KV cache is still on its way here, follows at its
-        first.
+        over (`SessionTask.hands_over`). One without an output yet, whose KV cache is still on its way here, follows
+        at its first.
         """
         live = [each for each in self._live.values() if each.task.movable and not each.done.done()]
         chosen = [each for each in live if session_ids is None or each.task.session_id in session_ids]
         for each in chosen:
-            each.leaves = True
-            self._let_go(each)
+            each.moves = True
+            self._move_if_started(each)
         return len(chosen)
 
-    def _let_go(self, live: _Live) -> None:
-        if live.leaves and live.started and not live.done.done():
+    def _move_if_started(self, live: _Live) -> None:
+        if live.moves and live.started and not live.done.done():
             live.done.set_result(MOVED)
             self._moved_out += 1
 
@@ -276,7 +276,7 @@ class Replica:
         elif output.finished:
             live.done.set_result("finished")
         else:
-            self._let_go(live)
+            self._move_if_started(live)
 
     async def _report_loop(self) -> None:
         """Tell the manager what has changed, at most once per interval, and that we live, once per heartbeat.
@@ -412,7 +412,7 @@ class Replica:
         """Sessions that have a part here now."""
         return len(self._live)
 
-    def leave(self) -> None:
+    def begin_drain(self) -> None:
         """Say that nothing may be placed here any more. What is here, or on its way here, is served."""
         self._enter(Phase.DRAINING)
 

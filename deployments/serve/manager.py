@@ -24,15 +24,15 @@ class ServeSessionManager(SessionManager):
         self._collector = Collector()
         self._server = ManagerServer(self, cluster_secret(config))
         await self._server.start(get_node_ip_address())
-        self._left = asyncio.create_task(self._leave(), name="baton-leave")
+        self._retired = asyncio.create_task(self._retire(), name="baton-retire")
 
     async def address(self) -> str:
         """Where ingresses and replicas connect to, see `manager_client.ManagerClient`; "" while it is leaving."""
         return self._server.address
 
-    async def _leave(self) -> None:
+    async def _retire(self) -> None:
         await until_leaving()
-        await self._server.leave()
+        await self._server.retire()
 
     async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
         """See `SessionManager.report`. Reports come all the time, and nobody waits for their answer."""
@@ -41,4 +41,4 @@ class ServeSessionManager(SessionManager):
 
     async def __del__(self) -> None:
         """Serve calls this once, when it has taken the replica out."""
-        await self._left
+        await self._retired

@@ -27,7 +27,7 @@ class PlacedRouter(RequestRouter):
     """Routes a call whose first positional argument is a SessionTask to `task.replica_id`; others anywhere.
 
     A replica that Serve has taken out runs on until its calls are over, and gets only what hands over a session that
-    leaves it (`task.leaving`).
+    leaves it (`task.hands_over`).
 
     A placed call fails with ReplicaLost at once when its replica has refused or has died under it, with ReplicaGone
     when Serve has taken it out, and after `appear_s` (a request router argument) when Serve has never heard of it.
@@ -81,7 +81,7 @@ class PlacedRouter(RequestRouter):
         try:
             async with asyncio.timeout(self._appear_s):
                 while (replica := self.curr_replicas.get(replica_id)) is None:
-                    if task.leaving and (leaving := self._gone.get(replica_id)) is not None:
+                    if task.hands_over and (leaving := self._gone.get(replica_id)) is not None:
                         return leaving
                     if replica_id in self._seen:
                         raise ReplicaGone(f"replica {task.replica_id} of session {task.session_id} is gone")

@@ -15,7 +15,7 @@ import yaml
 
 from app.launch import local_ray
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 150.0
 
 

@@ -74,7 +74,7 @@ class Line:
         insort(client.waiters, waiter, key=_due)
         self._list(name, client)
 
-    def leave(self, waiter: Waiter, served: bool = False) -> None:
+    def remove(self, waiter: Waiter, served: bool = False) -> None:
         """Step out of line; if `served`, the client's later requests give way for as much as this one took."""
         del self._arrivals[waiter.number]
         del self._targets[bisect_left(self._targets, waiter.target_s)]

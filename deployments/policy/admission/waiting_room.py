@@ -117,7 +117,7 @@ class WaitingRoom:
         self._seat(request, queue, now_s, request.max_tokens if output_tokens is None else output_tokens)
         return Entered(displaced)
 
-    def leave(self, session_id: str) -> bool:
+    def remove(self, session_id: str) -> bool:
         """Give up a place; idempotent. True when there was one."""
         waiter = self._waiters.get(session_id)
         if waiter is not None:
@@ -250,7 +250,7 @@ class WaitingRoom:
     def _take_out(self, waiter: Waiter, served: bool = False) -> None:
         del self._waiters[waiter.request.session_id]
         self._again.pop(waiter.request.session_id, None)
-        self._queues[waiter.priority.name].line.leave(waiter, served)
+        self._queues[waiter.priority.name].line.remove(waiter, served)
         if waiter is self._due:
             self._due = None
 

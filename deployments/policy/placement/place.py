@@ -231,12 +231,12 @@ def _choose_move(here: Field, policy: Policy) -> Choice | None:
 
     It need not be ready: it may be draining, or full. None: no other replica has room, or nothing can be handed over.
     """
-    leaving = here.request.leaving
-    if not leaving or not here.settings.moves or Mode.DISAGGREGATED not in here.request.allowed:
+    moved_from = here.request.moved_from
+    if not moved_from or not here.settings.moves or Mode.DISAGGREGATED not in here.request.allowed:
         return None
     for role in Role:
         columns, decode = here.columns(role), here.columns(Role.DECODE)
-        if (source := columns.rows.get(leaving)) is not None:
+        if (source := columns.rows.get(moved_from)) is not None:
             able = here.owners(Role.DECODE) & (decode.fingerprint == columns.fingerprint[source])
             if role is Role.DECODE:
                 able[source] = False

@@ -94,7 +94,7 @@ def room_of(view: ReplicaView, snapshot: ReplicaSnapshot, steps: float) -> Room:
     return Room(info, -own - coming, view.free_blocks, info.max_sessions - view.sessions)
 
 
-def let_go(snapshot: ReplicaSnapshot, rooms: Sequence[Room], steps: float, may_hold: MayHold) -> dict[str, str]:
+def choose_moves(snapshot: ReplicaSnapshot, rooms: Sequence[Room], steps: float, may_hold: MayHold) -> dict[str, str]:
     """The sessions that a pressed replica lets go, and the replicas that have room for them. `rooms` are used up.
 
     Each time the smallest that is enough, or else the largest: the fewest clients see a gap. Who is about to end stays.

@@ -32,7 +32,7 @@ from deployments.errors import (
     SessionTimeout,
     Unavailable,
 )
-from deployments.messages import MANAGER_LEAVES, Admit, Mode, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
+from deployments.messages import MANAGER_RETIRES, Admit, Mode, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
 from deployments.policy.admission.retry_budget import RETRY_BUDGET
 from deployments.replica import drain as drain_module
 from deployments.replica.drain import drain
@@ -466,7 +466,7 @@ async def test_a_session_asks_the_next_manager_when_one_leaves(
     async def leaving(request: SessionRequest) -> Admit | Reject:
         if len(refused) < 2:
             refused.append(request.session_id)
-            return Reject("ask again", 0.01, unavailable=True, code=MANAGER_LEAVES)
+            return Reject("ask again", 0.01, unavailable=True, code=MANAGER_RETIRES)
         return await original(request)
 
     monkeypatch.setattr(cluster.manager, "open", leaving)

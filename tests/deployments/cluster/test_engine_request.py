@@ -9,7 +9,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from deployments.cluster.engine_request import part, rest, session_request
+from deployments.cluster.engine_request import part, remainder, session_request
 from deployments.cluster.request_context import RequestContext
 from deployments.messages import Handoff, Role, SessionRequest
 from transfer.memory.blocks import chained_hashes
@@ -61,7 +61,7 @@ def test_a_client_cannot_have_an_engine_tell_of_its_cache_twice_nor_say_what_was
 def test_what_is_placed_again_is_the_request_with_what_was_answered(sent: tuple[int, ...]) -> None:
     params = SamplingParams(max_tokens=7, min_tokens=4, prompt_logprobs=1, repetition_penalty=1.5, logprobs=2)
     request = EngineCoreRequest("r", PROMPT, None, params, None, 0.0, None, None, None)
-    left = rest(request, sent, 3)
+    left = remainder(request, sent, 3)
     assert (left.request_id, left.prompt_token_ids) == ("r~3", PROMPT)
     assert left.sampling_params is not None
     assert left.sampling_params.prompt_logprobs == (None if sent else 1), "they were told with the first token"

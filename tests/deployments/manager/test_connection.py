@@ -21,7 +21,7 @@ from deployments.manager.client import ManagerClient
 from deployments.manager.manager import SessionManager
 from deployments.manager.server import ManagerServer
 from deployments.messages import (
-    MANAGER_LEAVES,
+    MANAGER_RETIRES,
     Admit,
     CacheChange,
     Finished,
@@ -135,7 +135,7 @@ async def stage(no_leaks: None) -> AsyncIterator[Stage]:
     for client in stage.clients:
         client.shutdown()
     for server in stage.servers:
-        await server.leave()
+        await server.retire()
     await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
 
@@ -234,10 +234,10 @@ async def test_a_manager_that_leaves_answers_what_it_owes_and_sends_callers_on(s
     waiting = asyncio.create_task(client.open(request("second")))
     viewing = asyncio.create_task(client.view(0.3))
     await until(lambda: stage.queued == 1)
-    owed = asyncio.create_task(stage.servers[0].leave())
+    owed = asyncio.create_task(stage.servers[0].retire())
     decision = await waiting
     assert isinstance(decision, Reject)
-    assert decision.code == MANAGER_LEAVES
+    assert decision.code == MANAGER_RETIRES
     early = asyncio.create_task(client.open(request("third")))  # while only the old one is found
     await asyncio.sleep(0.05)
     assert not early.done()
@@ -257,7 +257,7 @@ async def test_a_manager_that_leaves_does_not_wait_for_ever(stage: Stage, monkey
     await until(lambda: stage.asked == 1 and stage.servers[0]._connections)
     await asyncio.sleep(0.01)
     async with asyncio.timeout(60):
-        await stage.servers[0].leave()
+        await stage.servers[0].retire()
         with pytest.raises(Unavailable):
             await viewing
 

@@ -13,7 +13,7 @@ import pytest
 from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, PlacementConfig, PoolConfig
 from deployments.manager.manager import SessionManager
 from deployments.messages import (
-    MANAGER_LEAVES,
+    MANAGER_RETIRES,
     Admit,
     Finished,
     Mode,
@@ -412,10 +412,10 @@ async def test_a_manager_that_leaves_sends_those_who_wait_to_the_next(cluster: C
     placement = await cluster.admit("a", 20)
     waiting = cluster.queue("b", 20)
     await settle()
-    cluster.manager.leave()
+    cluster.manager.retire()
     for answer in (await asyncio.wait_for(waiting, 1.0), await cluster.manager.open(ask("c"))):
         assert isinstance(answer, Reject)
-        assert (answer.code, answer.unavailable) == (MANAGER_LEAVES, True)
+        assert (answer.code, answer.unavailable) == (MANAGER_RETIRES, True)
     await cluster.manager.close("a", placement.epoch, "length")
 
 

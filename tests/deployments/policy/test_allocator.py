@@ -392,7 +392,7 @@ def test_what_is_learned_while_somebody_waits_counts_for_them_too() -> None:
 
 
 def leaving(allocator: Allocator, session_id: str, replica_id: str, **more: Any) -> Placement:
-    return admitted(allocator, ask(session_id, 200, 120, attempt=2, leaving=replica_id, **more))
+    return admitted(allocator, ask(session_id, 200, 120, attempt=2, moved_from=replica_id, **more))
 
 
 @pytest.mark.parametrize("phase", [Phase.READY, Phase.DRAINING])
@@ -422,7 +422,7 @@ def test_where_nobody_has_room_for_it_the_rest_waits_like_any_other() -> None:
     allocator = allocator_of(info("p0"), info("d0", total_blocks=20), info("d1", total_blocks=20))
     for name in ("a", "b"):
         admitted(allocator, ask(name))
-    assert allocator.open(ask("a", 200, 120, attempt=2, leaving="d0"), 0.0) is None
+    assert allocator.open(ask("a", 200, 120, attempt=2, moved_from="d0"), 0.0) is None
     allocator.close("b", 1, "length", 0.0)
     ((_, answer),) = allocator.answers(0.0)
     assert isinstance(answer, Admit)
@@ -447,14 +447,14 @@ def pressed(replica: ReplicaInfo, version: int = 9, **more: Any) -> ReplicaSnaps
 def test_a_pressed_replica_lets_go_what_others_have_room_for_and_gets_nothing_new() -> None:
     allocator = allocator_of(info("p0"), info("d0", total_blocks=60), info("d1", total_blocks=60), overcommit=2.0)
     allocator.report(pressed(info("d0", total_blocks=60)), 1.0)
-    assert allocator.let_go(allocator.fleet.snapshots()["d0"], 1.0) == ("b",)
-    assert allocator.let_go(allocator.fleet.snapshots()["d0"], 1.1) == (), "it has just been told"
+    assert allocator.sessions_to_move(allocator.fleet.snapshots()["d0"], 1.0) == ("b",)
+    assert allocator.sessions_to_move(allocator.fleet.snapshots()["d0"], 1.1) == (), "it has just been told"
     assert allocator.open(ask("new", 16, 16), 1.1) is None, "the other's room is kept for what was let go"
-    move = allocator.open(ask("b", 320, 320, attempt=2, leaving="d0"), 1.1)
+    move = allocator.open(ask("b", 320, 320, attempt=2, moved_from="d0"), 1.1)
     assert isinstance(move, Admit)
     assert (move.placement.owner.replica_id, move.placement.reason) == ("d1", "moved")
     allocator.report(pressed(info("d1", total_blocks=60)), 1.2)
-    assert allocator.let_go(allocator.fleet.snapshots()["d1"], 1.2) == (), "the other is pressed, too"
+    assert allocator.sessions_to_move(allocator.fleet.snapshots()["d1"], 1.2) == (), "the other is pressed, too"
 
 
 def test_a_replica_that_runs_low_lets_nothing_go_where_nobody_can_take_it() -> None:
@@ -462,4 +462,4 @@ def test_a_replica_that_runs_low_lets_nothing_go_where_nobody_can_take_it() -> N
     for others in ([], [replace(info("d1"), fingerprint="another")], [info("d1", total_blocks=30)]):
         allocator = allocator_of(info("p0"), few, *others, overcommit=2.0)
         allocator.report(pressed(few), 1.0)
-        assert allocator.let_go(allocator.fleet.snapshots()["d0"], 1.0) == ()
+        assert allocator.sessions_to_move(allocator.fleet.snapshots()["d0"], 1.0) == ()

@@ -27,7 +27,7 @@ class Leaver:
         self.is_busy = False
         self.looked = asyncio.Event()
 
-    def leave(self) -> None:
+    def begin_drain(self) -> None:
         self.done.append("leave")
 
     def move_out(self, session_ids: Collection[str] | None = None) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from configs.schema import PlacementConfig
-from deployments import replica as replica_module
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.errors import Unavailable
@@ -33,6 +32,7 @@ from deployments.messages import (
     StepSample,
 )
 from deployments.output_stream import OutputReceiver
+from deployments.replica import replica as replica_module
 from deployments.replica.replica import FINISHED_KEPT, PAIR_TIMEOUT_S, Identity, Replica
 from deployments.serve.router import APPEAR_S
 
@@ -260,7 +260,7 @@ async def test_it_reports_no_more_often_than_the_manager_lets_it(seldom: Fixture
 
 
 async def test_a_replica_that_leaves_does_not_wait_to_be_asked(seldom: Fixture) -> None:
-    seldom.replica.leave()
+    seldom.replica.begin_drain()
     await seldom.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
 
 
@@ -745,7 +745,7 @@ async def test_a_replica_does_not_wait_for_a_manager_that_is_away(idle: Fixture)
 
 async def test_a_replica_that_leaves_says_so_and_serves_what_was_placed_on_it(up: Fixture) -> None:
     run = await up.begin("a")
-    up.replica.leave()
+    up.replica.begin_drain()
     await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
     late = await up.begin("b")
     assert up.replica.open_runs == 2

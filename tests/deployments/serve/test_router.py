@@ -175,7 +175,7 @@ async def test_a_replica_that_serve_has_taken_out_gets_only_what_hands_over_a_se
     async with asyncio.timeout(12):
         while not (gone := [name for name in names if isinstance(await _failure(handle, task_for(name)), ReplicaGone)]):
             await asyncio.sleep(0.1)
-    assert await handle.run.remote(replace(task_for(gone[0]), leaving=True)) == gone[0]
+    assert await handle.run.remote(replace(task_for(gone[0]), hands_over=True)) == gone[0]
     assert sorted(await asyncio.gather(*held)) == names
     await deploying
     serve.delete("shrinking")

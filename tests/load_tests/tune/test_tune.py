@@ -20,10 +20,10 @@ from configs.schema import BatonConfig
 from deployments.engine.mock.wire import decode_request
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import StepSample
-from load_tests import tune
 from load_tests.harness.engines import solo as solo_module
 from load_tests.harness.engines.pair import Core
 from load_tests.harness.engines.solo import Solo, SoloError
+from load_tests.tune import tune
 from load_tests.tune.choices import Chunk, Load, chunk_of, decode_chunk, most_sequences, prefill_chunk
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -225,7 +225,7 @@ def test_everyone_who_entered_leaves_once_and_the_room_stays_bounded(
                 inside = {session: since_s for session, since_s in inside.items() if session not in late}
             case _:
                 session = rng.choice([*inside, "nobody"])
-                assert room.leave(session) == (inside.pop(session, None) is not None)
+                assert room.remove(session) == (inside.pop(session, None) is not None)
         assert len(room) == len(inside) == sum(room.queued().values()) <= size
         assert all(session in room for session in inside)
         assert room.next_deadline_s() == (min(inside.values()) + 10.0 if inside else None)

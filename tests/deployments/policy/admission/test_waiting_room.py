@@ -62,8 +62,8 @@ def test_entering_twice_raises_and_leaving_is_idempotent() -> None:
     room = room_of(ask("a", 10))
     with pytest.raises(ValueError, match="session a is waiting already"):
         room.enter(ask("a", 10), 1.0)
-    assert room.leave("a")
-    assert not room.leave("a")
+    assert room.remove("a")
+    assert not room.remove("a")
     assert len(room) == 0
 
 
@@ -180,7 +180,7 @@ def test_among_classes_of_one_rank_the_earliest_target_goes_first() -> None:
     room = room_of(of_class("idler", "i0"), of_class("patient", "p0"), of_class("patient", "p1"), classes=EQUALS)
     for n, at_s in enumerate((1.0, 6.5, 7.5)):  # due at 3.0, 8.5 and 9.5, p0 and p1 at 9.0
         room.enter(of_class("quick", f"q{n}"), at_s)
-    room.leave("q0")
+    room.remove("q0")
     found = [room.next_ready(FleetView(), everything, 8.0) for _ in range(3)]
     assert [each.request.session_id for each in found if each] == ["q1", "p0", "p1"]
     assert [request.session_id for request in served(room)] == ["i0", "q2"], "a turn of the one that is due"
@@ -311,7 +311,7 @@ def test_a_client_that_was_away_has_saved_up_nothing() -> None:
 def test_those_who_give_up_leave_no_debt() -> None:
     room = room_of(*(of_class("", f"a{n}", 10, "a") for n in range(9)))
     for n in range(8):
-        room.leave(f"a{n}")
+        room.remove(f"a{n}")
     room.enter(of_class("", "b0", 11, "b"), 0.0)
     assert [request.session_id for request in served(room)] == ["a8", "b0"]
 
@@ -367,10 +367,10 @@ def test_the_room_is_never_full_for_what_is_placed_again_nor_does_it_leave_for_o
     )
     room = room_of(ask("a", 5), max_requests=1, classes=classes)
     assert room.enter(again("b", 5), 0.0) == Entered()
-    assert room.leave("a")
+    assert room.remove("a")
     refused = room.enter(replace(ask("c", 5), priority="chat"), 0.0)
     assert isinstance(refused, Reject)
     assert refused.code == "queue_full"
     assert "b" in room
-    assert room.leave("b")
+    assert room.remove("b")
     assert room.enter(ask("d", 5), 0.0) == Entered()

@@ -25,10 +25,10 @@ from deployments.messages import (
     Role,
     SessionRequest,
 )
-from deployments.policy.placement import place as place_by
 from deployments.policy.placement.estimates import Limits
 from deployments.policy.placement.joint import Joint
 from deployments.policy.placement.place import PlacementSettings, claimed
+from deployments.policy.placement.place import place as place_by
 from deployments.policy.placement.split import ANY
 
 SETTINGS = PlacementSettings(split_min_prompt_tokens=32, handoff_timeout_s=7.0, session_timeout_s=70.0)

@@ -16,7 +16,7 @@ from deployments.policy.placement.relief import (
     REST,
     Relief,
     Room,
-    let_go,
+    choose_moves,
     missing_blocks,
     room_of,
     running,
@@ -55,7 +55,7 @@ def room(blocks: int = 100, promisable: int = 200, seats: int = 8, replica_id: s
 
 
 def chosen(snapshot: ReplicaSnapshot, *rooms: Room, steps: float = STEPS) -> tuple[str, ...]:
-    return tuple(let_go(snapshot, rooms, steps, lambda session, info: True))
+    return tuple(choose_moves(snapshot, rooms, steps, lambda session, info: True))
 
 
 def test_growth_counts_blocks_up_to_what_is_promised() -> None:
@@ -117,12 +117,12 @@ def test_nobody_goes_where_there_is_no_room_for_long_enough() -> None:
     assert chosen(full, room(blocks=needed - 1)) == ()
     assert chosen(full, room(promisable=59)) == (), "not even by the ledger"
     assert chosen(full, room(seats=0)) == ()
-    assert let_go(full, [room()], STEPS, lambda session, info: False) == {}
+    assert choose_moves(full, [room()], STEPS, lambda session, info: False) == {}
 
 
 def test_it_goes_where_there_is_most_room() -> None:
     rooms = [room(60, replica_id="d1"), room(80, replica_id="d2")]
-    assert let_go(snapshot((160, 60), used=100), rooms, STEPS, lambda session, info: True) == {"s0": "d2"}
+    assert choose_moves(snapshot((160, 60), used=100), rooms, STEPS, lambda session, info: True) == {"s0": "d2"}
 
 
 def test_room_is_what_a_replicas_own_sessions_will_not_take() -> None:

@@ -24,7 +24,7 @@ class Remote:
     """A `nixl_worker.py` process; its methods are called by name."""
 
     def __init__(self, name: str, timeout_s: float = WAIT_S) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("nixl_worker.py")), name, str(timeout_s)]
+        command = [sys.executable, str(Path(__file__).parents[1] / "nixl_worker.py"), name, str(timeout_s)]
         environment = {**os.environ, "NIXL_LOG_LEVEL": "WARN", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

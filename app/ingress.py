@@ -49,6 +49,7 @@ class Ingress:
     async def _build(self) -> Gateway:
         from app.frontend import build_server
         from deployments.cluster.core import ClusterCore
+        from deployments.cluster.recovery import Limits
 
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
@@ -61,8 +62,8 @@ class Ingress:
             get_node_ip_address(),
             placement.session_timeout_s,
             block_size,
+            Limits(placement.max_attempts),
             handoff,
-            placement.max_attempts,
         )
         self._llm, server = await build_server(self._config, checkpoint(self._config), core)
         self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")

@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PURE = (
     "deployments/fleet/fleet.py",
     "deployments/policy",
+    "deployments/cluster/recovery.py",
     "deployments/cluster/session.py",
+    "deployments/cluster/timings.py",
     "transfer/memory/blocks.py",
     "transfer/control/handoff.py",
     "transfer/memory/layout.py",

@@ -25,8 +25,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from deployments.cluster import request_context
+from deployments.cluster import recovery, request_context
 from deployments.cluster.engine_request import is_seeded, part, pushed, remainder, session_request, traits
+from deployments.cluster.recovery import Again, Limits, Recovery
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.session import (
     Deliver,
@@ -40,6 +41,7 @@ from deployments.cluster.session import (
     StartDecode,
     State,
 )
+from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.errors import (
     HandoffFailed,
     Moved,
@@ -70,24 +72,6 @@ from deployments.policy.admission.retry_budget import RETRY_BUDGET
 from deployments.policy.placement.split import continuation_rule
 
 logger = logging.getLogger("baton.core")
-
-OUTPUT_GRACE_S, CALL_GRACE_S = 5.0, 1.0
-"""A part's last outputs and the answer to its call travel apart: so long the one waits for the other."""
-CLOSE_TIMEOUT_S = 10.0
-QUIET_S, WATCH_S, SILENT_TIMES = 3.0, 1.0, 3
-"""A session that has had no output for QUIET_S has the manager asked about its replicas, every WATCH_S; a replica that
-it calls silent so many times in a row is lost. A living one reports every second, also to a manager that has restarted.
-"""
-BUDGET_WAIT_S = 30.0
-"""So long a lost session waits for the cluster's retry budget, asking again as often as it is told to."""
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Before the third placement of a session in a row, twice as long before each one after it. The second follows at once.
-A row ends with a placement that gave more than a first token: prefill gives that one wherever decode fails.
-"""
-MOST_PLACEMENTS = 32
-"""Of one session in all, however many tokens each gave: a request that kills its engines must not go on for ever."""
-MAX_MOVES = 16
-"""So often a session is moved by a replica that lets it go; any more often counts as a loss."""
 
 _FINISH = {
     FinishReason.LENGTH: Finish.LENGTH,
@@ -141,17 +125,13 @@ class _Attempt:
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """One open session. `sent`: the tokens that its client has been given. `moves`: attempts that ended with a move.
-
-    `lost`: placements lost in a row; one that gave more than a first token begins it anew.
-    """
+    """One open session. `sent`: the tokens that its client has been given."""
 
     request: EngineCoreRequest
     context: RequestContext | None
-    moves: int = 0
+    recovery: Recovery
     sent: list[int] = field(default_factory=list)
     attempts: list[_Attempt] = field(default_factory=list)
-    lost: int = 0
 
     @property
     def now(self) -> _Attempt:
@@ -162,8 +142,7 @@ class ClusterCore(EngineCoreClient):
     """Create it in a running event loop. `host`: the address replicas send outputs to.
 
     `block_size`: tokens per KV block, the same in all pools. `handoff`: how the engines of this application move a
-    split session's KV cache. `max_attempts`: placements of one session in a row that may
-    come to nothing.
+    split session's KV cache.
     """
 
     engine_ranks_managed = (0,)
@@ -175,12 +154,13 @@ class ClusterCore(EngineCoreClient):
         host: str,
         session_timeout_s: float,
         block_size: int,
+        limits: Limits,
         handoff: Handoff = Handoff.PUSHED,
-        max_attempts: int = 4,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._manager, self._pools, self._session_timeout_s = manager, pools, session_timeout_s
-        self._block_size, self._handoff, self._max_attempts = block_size, handoff, max_attempts
+        self._block_size, self._handoff, self._limits, self._timings = block_size, handoff, limits, timings
         self._receiver = OutputReceiver(host)
         self._decoder, self._encoder = MsgpackDecoder(EngineCoreOutputs), MsgpackEncoder()
         self._open: dict[str, _Open] = {}
@@ -200,7 +180,7 @@ class ClusterCore(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Begin a session and return at once; whatever becomes of it comes as outputs."""
-        entry = _Open(request, request_context.current.get())
+        entry = _Open(request, request_context.current.get(), Recovery(self._limits, self._timings))
         self._open[request.request_id] = entry
         self._attempt(entry, request)
         self._own(self._serve(entry), f"session-{request.request_id}")
@@ -270,30 +250,23 @@ class ClusterCore(EngineCoreClient):
         entry, left = attempt.entry, remainder(attempt.entry.request, attempt.entry.sent, attempt.number + 1)
         if entry.context is not None and entry.sent and is_seeded(entry.request):
             entry.context.seed_moved = True
-        if isinstance(attempt.lost, Moved) and placement is not None and entry.moves < MAX_MOVES:
-            entry.moves += 1
-            self._attempt(entry, left, moved_from=placement.owner.replica_id)
-            await self._end(attempt)
-            return True
-        logger.warning("session %s, placement %d: %s", entry.request.request_id, attempt.number, attempt.lost)
-        entry.lost = 1 if attempt.progressed else entry.lost + 1
-        self._attempt(entry, left)
-        if (why := self._why_final(attempt)) is not None:
-            raise type(attempt.lost)(f"{attempt.lost}{why}")
-        await self._end(attempt)
-        if entry.lost > 1:
-            await set_within(entry.now.over, min(PAUSE_S * 2.0 ** (entry.lost - 2), LONGEST_PAUSE_S))
-        return True
-
-    def _why_final(self, attempt: _Attempt) -> str | None:
-        """Why a lost session is not placed again, as the end of a sentence; None when it is."""
-        entry = attempt.entry
-        if entry.lost >= self._max_attempts:
-            return f", and so in each of {entry.lost} placements" if entry.lost > 1 else ""
-        if attempt.number - entry.moves >= MOST_PLACEMENTS:
-            return f", the last of {attempt.number} placements"
-        rule = continuation_rule(traits(entry.request)) if entry.sent else ""
-        return f"; what was answered so far cannot go on elsewhere ({rule})" if rule else None
+        assert placement is not None, "only a placement can be lost"
+        rule = continuation_rule(traits(entry.request))
+        owner = placement.owner.replica_id
+        match entry.recovery.ended(attempt.lost, attempt.progressed, bool(entry.sent), rule, owner):
+            case Again(moved_from, pause_s):
+                if not moved_from:
+                    logger.warning(
+                        "session %s, placement %d: %s", entry.request.request_id, attempt.number, attempt.lost
+                    )
+                self._attempt(entry, left, moved_from)
+                await self._end(attempt)
+                if pause_s:
+                    await set_within(entry.now.over, pause_s)
+                return True
+            case recovery.Fail(error):
+                self._attempt(entry, left)
+                raise error
 
     async def _end(self, attempt: _Attempt) -> None:
         """End what is still open of a lost attempt, and give back what was reserved for it."""
@@ -325,11 +298,11 @@ class ClusterCore(EngineCoreClient):
         )
         progressed = attempt.number > 1 and entry.attempts[-2].progressed
         request = replace(asked, moved_from=attempt.moved_from, progressed=progressed)
-        give_up_s = time.monotonic() + BUDGET_WAIT_S
+        give_up_s = time.monotonic() + self._timings.budget_wait_s
         while isinstance(decision := await unless(attempt.over, self._manager.open(request)), Reject):
             if decision.code not in (RETRY_BUDGET, MANAGER_RETIRES) or time.monotonic() > give_up_s:
                 raise _refusal(decision)
-            await set_within(attempt.over, decision.retry_after_s or PAUSE_S)
+            await set_within(attempt.over, decision.retry_after_s or self._timings.pause_s)
         if decision is None:
             return None
         attempt.placement = decision.placement
@@ -422,23 +395,26 @@ class ClusterCore(EngineCoreClient):
 
     async def _await_last_outputs(self, attempt: _Attempt) -> None:
         """The call's answer and the last outputs travel apart."""
-        await set_within(attempt.over, OUTPUT_GRACE_S)
+        await set_within(attempt.over, self._timings.output_grace_s)
         self._apply(attempt, attempt.session.lost(ReplicaLost("the last outputs did not arrive")))
 
     async def _watch(self) -> None:
         """A replica that neither we nor the manager hear of any more may be stopped or cut off without being dead."""
         counts = Counter[str]()
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(self._timings.watch_s)
             waiting = self._waiting_for()
             silent: tuple[str, ...] = ()
             if waiting:
                 try:
-                    silent = await asyncio.wait_for(self._manager.silent(tuple(waiting)), CLOSE_TIMEOUT_S)
+                    silent = await asyncio.wait_for(
+                        self._manager.silent(tuple(waiting)), self._timings.notice_timeout_s
+                    )
                 except (Unavailable, TimeoutError) as error:
                     logger.warning("the session manager cannot be asked: %r", error)
             counts = Counter({replica_id: counts[replica_id] + 1 for replica_id in silent})
-            for replica_id in [replica_id for replica_id, times in counts.items() if times >= SILENT_TIMES]:
+            silent_times = self._timings.silent_times
+            for replica_id in [replica_id for replica_id, times in counts.items() if times >= silent_times]:
                 notice = self._own(self._tell(self._manager.lost(replica_id)), "lost")
                 for attempt, role in waiting[replica_id]:
                     attempt.notices.append(notice)
@@ -446,7 +422,8 @@ class ClusterCore(EngineCoreClient):
 
     def _waiting_for(self) -> dict[str, list[tuple[_Attempt, Role]]]:
         """The replicas of sessions that have had no output for long."""
-        found, quiet_since_s = defaultdict[str, list[tuple[_Attempt, Role]]](list), time.monotonic() - QUIET_S
+        found = defaultdict[str, list[tuple[_Attempt, Role]]](list)
+        quiet_since_s = time.monotonic() - self._timings.quiet_s
         for attempt in self._attempts.values():
             if attempt.placement is None or attempt.heard_s > quiet_since_s or attempt.over.is_set():
                 continue
@@ -458,7 +435,7 @@ class ClusterCore(EngineCoreClient):
     async def _close(self, entry: _Open) -> None:
         """End what is still open of the session, then give back what was reserved for it."""
         if entry.now.ended and entry.now.calls:  # they end by themselves, which costs less than to cancel them
-            await asyncio.wait(entry.now.calls, timeout=CALL_GRACE_S)
+            await asyncio.wait(entry.now.calls, timeout=self._timings.call_grace_s)
         for attempt in entry.attempts:
             await self._end_calls(attempt)
         self._open.pop(entry.request.request_id, None)
@@ -476,7 +453,7 @@ class ClusterCore(EngineCoreClient):
 
     async def _tell(self, message: Coroutine[Any, Any, None]) -> None:
         try:
-            await asyncio.wait_for(message, CLOSE_TIMEOUT_S)
+            await asyncio.wait_for(message, self._timings.notice_timeout_s)
         except (Unavailable, TimeoutError) as error:
             logger.warning("the session manager was not told: %r", error)
 

@@ -24,7 +24,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, ModelConfig, PlacementConfig, PoolConfig
 from deployments.cluster import request_context
 from deployments.cluster.core import ClusterCore
+from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
+from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.engine.mock.engine import MockEngine
 from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost, Unavailable
@@ -306,8 +308,9 @@ class Answer:
 class InProcess:
     """The session manager, the replicas and the cluster core, and a frontend that takes the outputs."""
 
-    def __init__(self, config: BatonConfig) -> None:
-        self._config = config
+    def __init__(self, config: BatonConfig, timings: Timings = DEFAULT_TIMINGS, limits: Limits | None = None) -> None:
+        self._config, self._timings = config, timings
+        self._limits = limits or Limits(config.placement.max_attempts)
         self.manager = SessionManager(config)
         self.manager_port: Any = ManagerPort(self.manager)
         self.engines: dict[str, GatedEngine] = {}
@@ -325,11 +328,12 @@ class InProcess:
         config = self._config
         handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
         timeout_s, block_size = config.placement.session_timeout_s, config.prefill.engine.block_size
-        attempts = config.placement.max_attempts
         self._lines = {name: Line(pool) for name, pool in self.pools.items()}
         self._manager_line: Any = ManagerLine(self.manager_port)
         self.stand_in = StandIn(self._manager_line, config)
-        self.core = ClusterCore(self.stand_in, self._lines, "127.0.0.1", timeout_s, block_size, handoff, attempts)
+        self.core = ClusterCore(
+            self.stand_in, self._lines, "127.0.0.1", timeout_s, block_size, self._limits, handoff, self._timings
+        )
         self._reader = asyncio.create_task(self._read())
 
     async def start(self, *replica_ids: str) -> None:
@@ -536,9 +540,14 @@ class InProcess:
 
 
 @contextlib.asynccontextmanager
-async def in_process(config: BatonConfig, replica_ids: Collection[str] = tuple(REPLICAS)) -> AsyncIterator[InProcess]:
+async def in_process(
+    config: BatonConfig,
+    replica_ids: Collection[str] = tuple(REPLICAS),
+    timings: Timings = DEFAULT_TIMINGS,
+    limits: Limits | None = None,
+) -> AsyncIterator[InProcess]:
     """A control plane with these replicas up; at the end nothing may be left of it."""
-    cluster = InProcess(config)
+    cluster = InProcess(config, timings, limits)
     try:
         await cluster.start(*replica_ids)
         yield cluster

@@ -14,11 +14,11 @@ from load_tests.harness.control_plane import InProcess, config, in_process, unti
 
 @pytest.fixture
 async def launch(no_leaks: None) -> AsyncIterator[Callable[..., Any]]:
-    """`launch(config, replica_ids)`: a control plane, ended with the test; no task may outlive it."""
+    """`launch(config, replica_ids, timings, limits)`: a control plane, ended with the test; no task may outlive it."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def launch(*args: Any) -> InProcess:
-            return await stack.enter_async_context(in_process(*args))
+        async def launch(*args: Any, **options: Any) -> InProcess:
+            return await stack.enter_async_context(in_process(*args, **options))
 
         yield launch
 

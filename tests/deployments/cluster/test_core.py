@@ -20,8 +20,9 @@ import zmq.asyncio
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from deployments.cluster import core as cluster_core
 from deployments.cluster import engine_request, request_context
+from deployments.cluster.recovery import Limits
+from deployments.cluster.timings import Timings
 from deployments.engine.protocol import EngineError
 from deployments.errors import (
     HandoffFailed,
@@ -619,10 +620,8 @@ async def test_a_placement_that_gave_tokens_begins_the_count_anew(launch: Launch
     await cluster.settle()
 
 
-async def test_placements_of_one_session_are_bounded_whatever_they_give(
-    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_core, "MOST_PLACEMENTS", 2)
+async def test_placements_of_one_session_are_bounded_whatever_they_give(launch: Launch) -> None:
+    cluster = await launch(config(), limits=Limits(placements=2))
     answer = await (await cluster.ask(prompt(20), max_tokens=300)).has(3)
     killed = []
     for _ in range(2):
@@ -657,8 +656,9 @@ async def test_a_lost_session_waits_for_the_retry_budget(cluster: InProcess, mon
 
 
 async def test_a_retry_budget_that_never_comes_ends_the_session(
-    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cluster = await launch(config(), timings=Timings(budget_wait_s=0.05))
     original = cluster.manager.open
 
     async def without_budget(request: SessionRequest) -> Admit | Reject:
@@ -666,7 +666,6 @@ async def test_a_retry_budget_that_never_comes_ends_the_session(
             return Reject("no budget", 0.01, unavailable=True, code=RETRY_BUDGET)
         return await original(request)
 
-    monkeypatch.setattr(cluster_core, "BUDGET_WAIT_S", 0.05)
     monkeypatch.setattr(cluster.manager, "open", without_budget)
     answer = await (await cluster.ask(prompt(20), max_tokens=200)).has(3)
     owner = (await cluster.placed(answer))["decode"]
@@ -739,10 +738,8 @@ async def test_a_replica_that_is_heard_of_no_more_loses_its_sessions(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process is stopped, say: it does not die, it does not report, and its calls never end."""
-    monkeypatch.setattr(cluster_core, "QUIET_S", 0.05)
-    monkeypatch.setattr(cluster_core, "WATCH_S", 0.05)
-    monkeypatch.setattr(cluster_core, "SILENT_TIMES", 30)
-    cluster = await launch(config(snapshot_stale_s=1.5))
+    timings = Timings(quiet_s=0.05, watch_s=0.05, silent_times=30)
+    cluster = await launch(config(snapshot_stale_s=1.5), timings=timings)
     asked = prompt(20)
     answer = await (await cluster.ask(asked, max_tokens=100)).has(3)
     owner = (await cluster.placed(answer))["decode"]
@@ -893,9 +890,8 @@ async def test_a_session_that_waits_too_long_for_its_place(launch: Launch) -> No
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
-async def test_outputs_that_never_arrive(cluster: InProcess, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_core, "OUTPUT_GRACE_S", 0.05)
-    monkeypatch.setattr(cluster.core, "_max_attempts", 1)
+async def test_outputs_that_never_arrive(launch: Launch, pool: str) -> None:
+    cluster = await launch(config(max_attempts=1), timings=Timings(output_grace_s=0.05))
     lost = [port for name, port in cluster.pools.items() if name.startswith(pool)]
     elsewhere = zmq.Context()
     inbox = elsewhere.socket(zmq.PULL)

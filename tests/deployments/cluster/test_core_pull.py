@@ -17,6 +17,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from deployments.cluster.core import ClusterCore
+from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import HandoffFailed, ReplicaLost
 from deployments.messages import (
@@ -124,7 +125,7 @@ class Cluster:
         self.manager = Manager()
         self.prefill, self.decode = Replica(P), Replica(D)
         pools = {"prefill": self.prefill, "decode": self.decode}
-        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, 4, Handoff.PULLED, attempts)
+        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, 4, Limits(attempts), Handoff.PULLED)
         self.context = RequestContext("r")
 
     async def ask(self, **sampling: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from deployments.cluster import core as cluster_core
+from deployments.cluster.recovery import Limits
 from deployments.errors import ReplicaLost
 from deployments.messages import Mode, Phase
 from load_tests.chaos.crowd import Crowd, questions
@@ -96,9 +96,8 @@ async def test_a_session_is_moved_to_and_fro(cluster: InProcess) -> None:
     assert (await closed(cluster))["moved"] == 6
 
 
-async def test_moves_have_a_bound_too(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_core, "MAX_MOVES", 1)
-    monkeypatch.setattr(cluster.core, "_max_attempts", 1)
+async def test_moves_have_a_bound_too(launch: Callable[..., Any]) -> None:
+    cluster = await launch(config(), limits=Limits(1, moves=1))
     answer, owner = await begun(cluster, prompt(30))
     cluster.replicas[owner].move_out()
     await until(lambda: moved_to(cluster, answer, other(owner)))

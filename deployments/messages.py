@@ -52,7 +52,7 @@ class ReplicaInfo:
 
     `endpoints`: control address of each worker's KV channel, by rank. `chunk_tokens`: prompt tokens that one step
     computes at most. `kv_bytes_per_token`: over all layers and workers. 0 where nobody can tell. `prior`: what its
-    hardware and model make of a step, the five coefficients of `policy.latency`; empty: unknown.
+    hardware and model make of a step, the five numbers of `step_cost.Coefficients`; empty: unknown.
     """
 
     replica_id: str

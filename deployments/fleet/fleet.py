@@ -31,7 +31,7 @@ from deployments.messages import (
     Reservation,
     Role,
 )
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 
 Key = tuple[str, int]
 """A promise's identity: session id and epoch."""

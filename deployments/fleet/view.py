@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deployments.messages import ReplicaInfo, Role
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 
 Numbers = NDArray[np.float64]
 Codes = NDArray[np.int64]

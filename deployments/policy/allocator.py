@@ -39,7 +39,8 @@ from deployments.policy.placement.place import PlacementSettings, claimed, place
 from deployments.policy.placement.relief import REST, Relief, Running, choose_moves, room_of
 from deployments.policy.prediction.answer_length import LengthPredictor
 from deployments.policy.prediction.prefix_index import PrefixIndex
-from deployments.policy.prediction.step_time import Coefficients, StepModel
+from deployments.policy.prediction.step_time import StepModel
+from deployments.step_cost import Coefficients
 
 CLOSED = "the session was closed before it could be opened"
 

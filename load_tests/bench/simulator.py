@@ -34,7 +34,7 @@ import httpx
 import numpy as np
 import yaml
 
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 from load_tests.harness.application import ROOT, Application
 from load_tests.harness.machine import conditions
 from load_tests.simulator.cluster import Options

@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deployments.messages import Role
-from deployments.policy.prediction.step_time import Coefficients, ModelShape, roofline
+from deployments.policy.prediction.step_time import ModelShape, roofline
+from deployments.step_cost import Coefficients
 from load_tests.simulator.steps import Limits
 
 LLAMA_8B = ModelShape(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)

@@ -10,7 +10,7 @@ import random
 from collections import deque
 
 from deployments.messages import Finished, ReplicaInfo, StepSample
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.memory import BlockMemory
 from load_tests.simulator.span import Span

@@ -27,7 +27,6 @@ from deployments.engine.mock.sequence import Sequence
 from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
-from deployments.policy.prediction.step_time import Coefficients
 from deployments.policy.prompt_share import prompt_share
 from transfer.channel.channel import Channel
 from transfer.control.messages import FirstToken, Seal
@@ -97,7 +96,7 @@ class MockEngine:
             endpoints=(self._channel.address,),
             chunk_tokens=self._chunk_tokens,
             kv_bytes_per_token=config.num_layers * KV_BYTES,
-            prior=Coefficients(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0),
+            prior=(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0),
         )
 
     async def add(self, frames: tuple[bytes, ...]) -> None:

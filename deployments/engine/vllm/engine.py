@@ -322,7 +322,8 @@ def _prior(config: VllmConfig, device: str | None) -> tuple[float, ...]:
         kv_bytes_per_value=model.dtype.itemsize,
     )
     name = device or ("cpu" if current_platform.is_cpu() else current_platform.get_device_name())
-    return roofline(shape, name, config.parallel_config.tensor_parallel_size).coefficients()
+    # A plain tuple: the session manager may be of another version, and unpickles no class that it does not know.
+    return tuple(roofline(shape, name, config.parallel_config.tensor_parallel_size).coefficients())
 
 
 def _steps(stats: SchedulerStats) -> tuple[StepSample, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from deployments.fleet.view import Codes, Columns, Kind, Numbers
 from deployments.messages import SessionRequest
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 
 NO_ROWS: Codes = np.zeros(0, np.int64)
 NO_TOKENS: Numbers = np.zeros(0)

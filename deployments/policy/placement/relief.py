@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from deployments.fleet.view import ReplicaView
 from deployments.messages import ReplicaInfo, ReplicaSnapshot
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 from transfer.memory.blocks import blocks_for
 
 REPORTS = 10

@@ -1,61 +1,18 @@
-"""How long an engine's steps take: five coefficients, at first from the hardware's data sheet, then learned online.
-
-    step_s = base_s + prefill_token_s * prefill_tokens + prefill_context_s * prefill_context
-                    + sequence_s * decode_sequences    + context_s * decode_context
-
-The terms are those of `StepSample`. It is linear, so that many replicas are judged at once by a product of numpy arrays
-(`np.array(coefficients)` is its five numbers in that order), and so that it can be learned with 25 numbers of memory.
-"""
+"""How long an engine's steps take: `Coefficients`, at first from the hardware's data sheet, then learned online."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deployments.messages import StepSample
+from deployments.step_cost import Coefficients
 
 LONGEST_STEP_S = 600.0
-
-
-class Coefficients(NamedTuple):
-    """Seconds of a step, and what each thing in it adds; none is negative."""
-
-    base_s: float
-    prefill_token_s: float
-    prefill_context_s: float
-    sequence_s: float
-    context_s: float
-
-    def step_s(
-        self, prefill_tokens: float, prefill_context: float, decode_sequences: float, decode_context: float
-    ) -> float:
-        """Seconds of one step; the arguments are as in `StepSample`."""
-        return (
-            self.base_s
-            + self.prefill_token_s * prefill_tokens
-            + self.prefill_context_s * prefill_context
-            + self.sequence_s * decode_sequences
-            + self.context_s * decode_context
-        )
-
-    def prefill_s(self, tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
-        """Seconds of all the steps of one prompt, alone on the engine, in chunks of `chunk_tokens` (at least 1).
-
-        `cached_tokens` of its `tokens` are in the cache; the last one is computed in any case.
-        """
-        steps = -(-(tokens - min(cached_tokens, tokens - 1)) // chunk_tokens)
-        return self.base_s * steps + self.beside_s(tokens, cached_tokens)
-
-    def beside_s(self, tokens: int, cached_tokens: int) -> float:
-        """The same without what steps take in any case: what the prompt adds to those of others who run there."""
-        cached = min(cached_tokens, tokens - 1)
-        new = tokens - cached
-        return self.prefill_token_s * new + self.prefill_context_s * (tokens - 1 + cached) * new * 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.messages import ReplicaInfo, Reservation, Role
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 from load_tests.simulator.replica import Replica
 from load_tests.simulator.reporting import Reporter
 from load_tests.simulator.steps import Limits

@@ -21,7 +21,7 @@ from deployments.policy.placement.relief import (
     room_of,
     running,
 )
-from deployments.policy.prediction.step_time import Coefficients
+from deployments.step_cost import Coefficients
 
 BLOCK, STEPS = 16, 16.0
 Told = tuple[int, int]

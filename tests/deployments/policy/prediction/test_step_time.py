@@ -14,13 +14,13 @@ from deployments.messages import StepSample
 from deployments.policy.prediction.step_time import (
     DEVICES,
     UNKNOWN_DEVICE,
-    Coefficients,
     ModelShape,
     Roofline,
     StepModel,
     device_named,
     roofline,
 )
+from deployments.step_cost import Coefficients
 
 PRIOR = Coefficients(0.04, 0.004, 1.4e-6, 0.005, 3e-6)
 LLAMA_8B = ModelShape(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from configs.schema import BatonConfig, VllmEngineConfig
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
-from deployments.engine.protocol import Engine
-from deployments.replica.replica import Identity
+from deployments.engine.protocol import Engine, Identity
 
 
 def checkpoint(config: BatonConfig) -> str:

@@ -9,11 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deployments.messages import CacheChange, StepSample
+from deployments.messages import CacheChange, Role, StepSample
 
 
 class EngineError(Exception):
     """The engine core is dead or refuses; the replica is unhealthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The replica that an engine belongs to. `host`: the address at which its peers reach it."""
+
+    replica_id: str
+    pool: str
+    role: Role
+    node_id: str
+    host: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from configs.schema import PlacementConfig
-from deployments.engine.protocol import Engine, EngineError, EngineLoad, Output, Step
+from deployments.engine.protocol import Engine, EngineError, EngineLoad, Identity, Output, Step
 from deployments.errors import Unavailable
 from deployments.host.waits import set_within
 from deployments.messages import (
@@ -28,7 +28,6 @@ from deployments.messages import (
     ReplicaSnapshot,
     ReportAnswer,
     Reservation,
-    Role,
     SessionReport,
     SessionTask,
     StepSample,
@@ -51,17 +50,6 @@ class ReportPort(Protocol):
     """Where snapshots go: the session manager. Raises Unavailable."""
 
     async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who and where a replica is. `host`: the address its peers reach it at."""
-
-    replica_id: str
-    pool: str
-    role: Role
-    node_id: str
-    host: str
 
 
 @dataclass(slots=True)

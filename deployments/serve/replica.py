@@ -13,11 +13,11 @@ from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig
 from deployments.engine.build import build_engine
-from deployments.engine.protocol import EngineError
+from deployments.engine.protocol import EngineError, Identity
 from deployments.host.garbage import starting
 from deployments.messages import Role, SessionReport, SessionTask
 from deployments.replica.drain import drain
-from deployments.replica.replica import Identity, Replica
+from deployments.replica.replica import Replica
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
 from deployments.serve.ports import manager_client

@@ -28,12 +28,12 @@ from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.engine.mock.engine import MockEngine
-from deployments.engine.protocol import EngineError
+from deployments.engine.protocol import EngineError, Identity
 from deployments.errors import ReplicaLost, Unavailable
 from deployments.manager.manager import LISTEN_S, SessionManager
 from deployments.manager.stand_in import StandIn
 from deployments.messages import Handoff, Role, SessionReport, SessionTask
-from deployments.replica.replica import Identity, Replica
+from deployments.replica.replica import Replica
 from load_tests.chaos.points import Points
 from transfer.memory.plane import InProcessPlane, PlaneError, WriteState
 

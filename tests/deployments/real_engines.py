@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from deployments.engine.build import build_engine
+from deployments.engine.protocol import Identity
 from deployments.messages import Mode, Role
-from deployments.replica.replica import Identity, Replica
+from deployments.replica.replica import Replica
 from load_tests.harness.control_plane import PREFILL, REPLICAS, SMALL, InProcess, until
 
 

@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from configs.schema import BatonConfig
 from deployments.engine.build import build_engine, environment
-from deployments.engine.protocol import EngineInfo
+from deployments.engine.protocol import EngineInfo, Identity
 from deployments.host.processes import descendants
 from deployments.messages import Role, StepSample
-from deployments.replica.replica import Identity
 from load_tests.harness.engines.pair import Core
 from load_tests.harness.processes import Guard, title
 from load_tests.report.handoffs import median

@@ -16,7 +16,7 @@ import pytest
 
 from configs.schema import PlacementConfig
 from deployments.engine.cache_log import CacheLog
-from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
+from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Identity, Output, Step
 from deployments.errors import Unavailable
 from deployments.messages import (
     MOVED,
@@ -33,7 +33,7 @@ from deployments.messages import (
 )
 from deployments.output_stream import OutputReceiver
 from deployments.replica import replica as replica_module
-from deployments.replica.replica import FINISHED_KEPT, PAIR_TIMEOUT_S, Identity, Replica
+from deployments.replica.replica import FINISHED_KEPT, PAIR_TIMEOUT_S, Replica
 from deployments.serve.router import APPEAR_S
 
 WAIT_S = 60.0

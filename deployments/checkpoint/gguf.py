@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deployments.checkpoint.errors import CheckpointError
+
 _REQUIRED = (
     "config.json",
     "generation_config.json",
@@ -67,7 +69,7 @@ def _verify_weights(directory: Path) -> None:
             found = {name: tuple(part.get_shape()) for name, part in slices.items()}
             dtypes = {part.get_dtype() for part in slices.values()}
     except SafetensorError as error:
-        raise _checkpoint_error(f"model.safetensors does not open: {error}") from None
+        raise CheckpointError(f"model.safetensors does not open: {error}") from None
     _require(
         found == expected,
         f"tensors differ from the configuration: {sorted(found.items() ^ expected.items())[:4]}",
@@ -107,10 +109,4 @@ def _verify_tokenizer(directory: Path) -> None:
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise _checkpoint_error(otherwise)
-
-
-def _checkpoint_error(text: str) -> Exception:
-    from deployments.checkpoint.prepare import CheckpointError
-
-    return CheckpointError(text)
+        raise CheckpointError(otherwise)

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deployments.checkpoint.errors import CheckpointError, ModelError
+
 DEFAULT_SOURCE = "bundled:smollm2-135m-instruct"
 DEFAULT_CACHE_DIR = Path(__file__).resolve().parents[2] / ".cache" / "models"
 LOCK_TIMEOUT_S = 600.0
@@ -37,14 +39,6 @@ _CHEAP_HASH_BYTES = 16 * 1024 * 1024
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 Convert = Callable[[Path, Path], None]
-
-
-class ModelError(Exception):
-    """The model source cannot be turned into something loadable."""
-
-
-class CheckpointError(ModelError):
-    """A converted checkpoint is incomplete, corrupt or not what its configuration says."""
 
 
 @dataclass(frozen=True)

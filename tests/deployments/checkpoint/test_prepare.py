@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from deployments.checkpoint import prepare as model
-from deployments.checkpoint.prepare import Bundle, CheckpointError, ModelError, check, resolve
+from deployments.checkpoint.errors import CheckpointError, ModelError
+from deployments.checkpoint.prepare import Bundle, check, resolve
 
 SOURCE = "bundled:smollm2-135m-instruct"
 

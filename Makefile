@@ -23,7 +23,7 @@ PYTEST_FAST   := $(BIN)/python -m pytest -m "not engine and not serve and not sl
 PYTEST_REST   := $(BIN)/python -m pytest -m "engine or serve or slow" -n 2 --dist loadscope
 PROJECT_PINS  := pyproject.toml constraints.txt overrides.txt
 
-.PHONY: env serve test test-fast check format bench tune gpu-check clean help
+.PHONY: env serve test test-fast check docs format bench tune gpu-check clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -68,11 +68,14 @@ test: env ## every test, real engines included
 test-fast: env ## the tests that take no seconds each and start neither vLLM engines nor Ray Serve, several at a time
 	$(PYTEST_FAST) $(ARGS)
 
-check: env ## ruff, mypy, import contracts
+check: env docs ## ruff, mypy, import contracts, the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+docs: env ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: env ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -39,7 +39,7 @@ def autogroups(setting: Path = Path("/proc/sys/kernel/sched_autogroup_enabled"))
     """Whether Linux schedules by session (`setsid`) what no cgroup has been made for; None where it is not known.
 
     What the service manager starts has a cgroup. Where nothing has one and this is on, a process that mostly sleeps may
-    wait for seconds beside an engine (kernel 6.18; docs/benchmarks.md, serving), and p99s are about that.
+    wait for seconds beside an engine (kernel 6.18; docs/benchmarks/log-2026-11.md, serving), and p99s are about that.
     """
     return bool(int(setting.read_text())) if setting.exists() else None
 

@@ -1,1 +1,1 @@
-"""What is known of the replicas, and what was promised on them. Pure."""
+"""What is known of the replicas, and what is reserved on them. Pure."""

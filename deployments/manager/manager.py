@@ -17,8 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from configs.schema import BatonConfig
-from deployments.fleet.fleet import Promise
-from deployments.fleet.view import ReplicaView
+from deployments.fleet.columns import ReplicaView
+from deployments.fleet.ledger import Promise
 from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
@@ -180,7 +180,7 @@ class SessionManager:
         """Count a session that somebody else has placed; it must be closed like all others. Raises ValueError when it
         is known here.
         """
-        self._allocator.fleet.promise(placement, prompt_tokens, self._clock())
+        self._allocator.fleet.reserve(placement, prompt_tokens, self._clock())
         if not prefilling:
             await self.prefill_done(placement.session_id, placement.epoch)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from configs.schema import BatonConfig
 from deployments.errors import Unavailable
-from deployments.fleet.fleet import Promise
+from deployments.fleet.ledger import Promise
 from deployments.host.waits import set_within, unless
 from deployments.manager.manager import SessionManager
 from deployments.manager.port import WholeManager

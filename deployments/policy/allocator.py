@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema import BatonConfig
-from deployments.fleet.fleet import Fleet, Promise
-from deployments.fleet.view import UNKNOWN, View
+from deployments.fleet.columns import UNKNOWN
+from deployments.fleet.fleet import Fleet
+from deployments.fleet.ledger import Promise
+from deployments.fleet.view import View
 from deployments.messages import (
     Admit,
     Decision,
@@ -446,7 +448,7 @@ class Allocator:
         least = max(request.attempt, request.least_epoch)
         epoch = self.fleet.next_epoch(request.session_id, now_s, least)
         placement = replace(decision.placement, epoch=epoch)
-        self.fleet.promise(placement, request.prompt_tokens, now_s)
+        self.fleet.reserve(placement, request.prompt_tokens, now_s)
         self._sessions[request.session_id] = session
         self._remember(session, placement, now_s)
         return Admit(placement)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from deployments.fleet.view import Flags, Numbers
+from deployments.fleet.columns import Flags, Numbers
 from deployments.messages import Role
 from deployments.policy.placement.joint import Joint
 from deployments.policy.placement.place import Choice, Field, Policy

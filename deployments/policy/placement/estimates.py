@@ -9,7 +9,7 @@ from itertools import repeat
 
 import numpy as np
 
-from deployments.fleet.view import Codes, Columns, Kind, Numbers
+from deployments.fleet.columns import Codes, Columns, Kind, Numbers
 from deployments.messages import SessionRequest
 from deployments.step_cost import Coefficients
 

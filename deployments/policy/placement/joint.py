@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.fleet.view import Codes, Columns, Flags, Numbers
+from deployments.fleet.columns import Codes, Columns, Flags, Numbers
 from deployments.messages import Role
 from deployments.policy.placement.place import Choice, Field, near_s
 

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from configs.schema import WeightsConfig
-from deployments.fleet.view import Columns, Flags, Numbers, View
+from deployments.fleet.columns import Columns, Flags, Numbers
+from deployments.fleet.view import View
 from deployments.messages import (
     Admit,
     Decision,

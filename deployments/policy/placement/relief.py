@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from deployments.fleet.view import ReplicaView
+from deployments.fleet.columns import ReplicaView
 from deployments.messages import ReplicaInfo, ReplicaSnapshot
 from deployments.step_cost import Coefficients
 from transfer.memory.blocks import blocks_for

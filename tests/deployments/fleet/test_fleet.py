@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.fleet.fleet import Fleet, _Share
-from deployments.fleet.view import ReplicaView
+from deployments.fleet.columns import ReplicaView
+from deployments.fleet.fleet import Fleet
+from deployments.fleet.ledger import Share
 from deployments.messages import (
     NOTHING,
     Finished,
@@ -81,8 +82,8 @@ def test_a_silent_replica_goes_stale_and_is_known_still(fleet: Fleet) -> None:
 
 
 def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> None:
-    fleet.promise(split("a", 30), 100, 0.0)
-    fleet.promise(split("b", 20), 100, 0.0)
+    fleet.reserve(split("a", 30), 100, 0.0)
+    fleet.reserve(split("b", 20), 100, 0.0)
     assert seen(fleet, "d0") == ReplicaView(
         D0, free_blocks=50, sessions=2, backlog_tokens=0, expected_blocks=50, held_tokens=200.0, pending=2
     )
@@ -93,7 +94,7 @@ def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> N
 
 
 def test_a_prefill_replica_carries_the_prompt_until_the_prefill_is_done(fleet: Fleet) -> None:
-    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.reserve(split("a", 30), 160, 0.0)
     assert seen(fleet, "p0") == ReplicaView(P0, free_blocks=89, sessions=1, backlog_tokens=160)
     assert fleet.prefill_done("a", 1, 0.0)
     assert not fleet.prefill_done("a", 1, 0.0)
@@ -104,7 +105,7 @@ def test_a_prefill_replica_carries_the_prompt_until_the_prefill_is_done(fleet: F
 
 def test_decode_s_sessions_are_pending_until_their_prompts_are_computed_elsewhere(fleet: Fleet) -> None:
     for session in ("a", "b"):
-        fleet.promise(split(session, 30), 160, 0.0)
+        fleet.reserve(split(session, 30), 160, 0.0)
     assert (seen(fleet, "d0").sessions, seen(fleet, "d0").pending, seen(fleet, "p0").pending) == (2, 2, 0)
     fleet.prefill_done("a", 1, 0.0)
     assert (seen(fleet, "d0").sessions, seen(fleet, "d0").pending) == (2, 1)
@@ -114,7 +115,7 @@ def test_decode_s_sessions_are_pending_until_their_prompts_are_computed_elsewher
 
 def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Fleet) -> None:
     before = fleet.view(0.0)
-    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.reserve(split("a", 30), 160, 0.0)
     assert not fleet.release("a", 2, 0.0)
     assert fleet.release("a", 1, 0.0)
     assert not fleet.release("a", 1, 0.0)
@@ -123,7 +124,7 @@ def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Flee
 
 
 def test_released_blocks_count_until_the_engine_has_freed_them(fleet: Fleet) -> None:
-    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.reserve(split("a", 30), 160, 0.0)
     fleet.update(snapshot(D0, 2, used_blocks=5, sessions=("a",)), 0.1)
     fleet.release("a", 1, 0.0)
     assert fleet.promises() == ()
@@ -133,17 +134,17 @@ def test_released_blocks_count_until_the_engine_has_freed_them(fleet: Fleet) -> 
 
 
 def test_what_the_owner_has_ended_counts_no_more_though_its_report_is_yet_to_come(fleet: Fleet) -> None:
-    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.reserve(split("a", 30), 160, 0.0)
     fleet.update(snapshot(D0, 2, used_blocks=5, sessions=("a",)), 0.1)
     fleet.release("a", 1, 0.0, ended=True)
     assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (95, 0)
     fleet.update(snapshot(D0, 3), 0.2)
     assert seen(fleet, "d0").free_blocks == 100
-    assert not fleet._promises
+    assert not fleet._ledger._promises
 
 
 def test_a_released_session_that_only_prefill_still_lists_holds_nothing_on_decode(fleet: Fleet) -> None:
-    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.reserve(split("a", 30), 160, 0.0)
     fleet.update(snapshot(P0, 2, used_blocks=10, sessions=("a",)), 0.1)
     fleet.release("a", 1, 0.0)
     assert seen(fleet, "d0").free_blocks == 100
@@ -154,7 +155,7 @@ def test_sessions_that_others_placed_count_with_all_that_they_were_promised() ->
     fleet = make_fleet()
     theirs = Reservation(30, 20, 100), Reservation(15, 15, 50)
     fleet.update(snapshot(D0, 41, used_blocks=7, running=1, sessions=("x", "y"), reservations=theirs), 0.0)
-    fleet.promise(split("ours", 50), 16, 0.0)
+    fleet.reserve(split("ours", 50), 16, 0.0)
     assert seen(fleet, "d0") == ReplicaView(
         D0, free_blocks=5, sessions=3, backlog_tokens=0, expected_blocks=85, held_tokens=166.0, pending=1
     )
@@ -167,7 +168,7 @@ def test_sessions_that_others_placed_count_with_all_that_they_were_promised() ->
 
 def test_prompts_that_others_placed_are_backlog_in_the_replicas_order_until_they_are_computed(fleet: Fleet) -> None:
     ours = replace(split("ours", 30), forecast=Forecast(prefill_s=1.0), cached_tokens=16)
-    fleet.promise(ours, 160, 0.0)
+    fleet.reserve(ours, 160, 0.0)
     theirs = Reservation(11, 0, 0, 200, 2.0)
     both = ("theirs", "ours")
     fleet.update(snapshot(P0, 2, sessions=both, reservations=(theirs, ours.reservation("p0", 160))), 0.5)
@@ -184,7 +185,7 @@ def test_what_a_placement_takes_is_the_same_for_who_made_it_and_for_who_is_told(
     """Two ledgers: one promises, the other hears of it from the replicas."""
     one, other = make_fleet(), make_fleet()
     placed = replace(split("a", 30), forecast=Forecast(prefill_s=1.5, output_tokens=40.0), cached_tokens=32)
-    one.promise(placed, 160, 0.0)
+    one.reserve(placed, 160, 0.0)
     for fleet in (one, other):
         for each in (D0, P0):
             there = (placed.reservation(each.replica_id, 160),)
@@ -193,16 +194,16 @@ def test_what_a_placement_takes_is_the_same_for_who_made_it_and_for_who_is_told(
 
 
 def test_promising_twice_raises_and_changes_nothing(fleet: Fleet) -> None:
-    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.reserve(split("a", 30), 160, 0.0)
     before = fleet.view(0.0)
     with pytest.raises(ValueError, match="session a epoch 1"):
-        fleet.promise(split("a", 10), 160, 0.0)
+        fleet.reserve(split("a", 10), 160, 0.0)
     assert fleet.view(0.0) == before
 
 
 def test_a_promise_expires_after_its_session_timeout_and_slack() -> None:
     fleet = make_fleet(slack_s=30.0, unconfirmed_s=1000.0)
-    fleet.promise(split("a", 30), 160, 0.0)
+    fleet.reserve(split("a", 30), 160, 0.0)
     assert fleet.expire(630.0) == ()
     assert [promise.key for promise in fleet.expire(630.1)] == [("a", 1)]
     assert fleet.promises() == ()
@@ -210,8 +211,8 @@ def test_a_promise_expires_after_its_session_timeout_and_slack() -> None:
 
 @pytest.mark.parametrize("lister", [D0, P0], ids=["decode", "prefill, decode not called yet"])
 def test_a_promise_that_its_replicas_never_list_is_void_early(fleet: Fleet, lister: ReplicaInfo) -> None:
-    fleet.promise(split("listed", 30), 160, 0.0)
-    fleet.promise(split("never", 30), 160, 0.0)
+    fleet.reserve(split("listed", 30), 160, 0.0)
+    fleet.reserve(split("never", 30), 160, 0.0)
     fleet.update(snapshot(lister, 2, sessions=("listed",)), 29.0)
     assert [promise.key for promise in fleet.expire(31.0)] == [("never", 1)]
     assert [promise.key for promise in fleet.promises()] == [("listed", 1)]
@@ -280,7 +281,7 @@ class Messages:
         load["reservations"] = tuple(Reservation(10, 5, 100, 8, 0.5, 1) for _ in listed)
         newest = self.fleet.snapshots().get(name)
         if newest is None or max(1, self.versions[name] - back) > newest.version:
-            known = {key[0] for key, promise in self.fleet._promises.items() if name in promise.replica_ids}
+            known = {key[0] for key, promise in self.fleet._ledger._promises.items() if name in promise.replica_ids}
             self.theirs[name] = [session for session in listed if session not in known]
         self.fleet.update(snapshot(self.infos[name], max(1, self.versions[name] - back), **load), self.now_s)
 
@@ -294,7 +295,7 @@ class Messages:
                     helper = P0 if owner.role is Role.DECODE else None
                     decode = owner if helper else None
                     placed = Placement(session, epoch, Mode.DISAGGREGATED, "", decode, helper or P0, 30, 1.0, 1e9)
-                    self.fleet.promise(replace(placed, forecast=forecast, cached_tokens=16), 160, self.now_s)
+                    self.fleet.reserve(replace(placed, forecast=forecast, cached_tokens=16), 160, self.now_s)
             case "done":
                 self.fleet.prefill_done(session, epoch, self.now_s)
             case "release":
@@ -312,14 +313,14 @@ class Messages:
 
     def check(self) -> None:
         """The sums that are kept are those of the promises, and what policy reads is what people read."""
-        by_hand = {name: _Share(name) for name in self.infos}
-        for promise in self.fleet._promises.values():
+        by_hand = {name: Share(name) for name in self.infos}
+        for promise in self.fleet._ledger._promises.values():
             for name in set(promise.replica_ids):
                 by_hand[name].put(promise, 0.0)
         for name, share in by_hand.items():
             theirs = self.theirs[name]
-            share.put_theirs({each: Reservation(10, 5, 100, 8, 0.5, 1) for each in theirs}, theirs, 0.0)
-            kept = self.fleet._shares.get(name) or _Share(name)
+            share.put_unpromised({each: Reservation(10, 5, 100, 8, 0.5, 1) for each in theirs}, theirs, 0.0)
+            kept = self.fleet._ledger._shares.get(name) or Share(name)
             for number in ("sessions", "pending", "blocks", "expected_blocks", "held_tokens", "backlog_tokens"):
                 assert getattr(kept, number) == getattr(share, number), (name, number)
             assert kept.work_s == pytest.approx(share.work_s)
@@ -344,9 +345,9 @@ def test_the_ledger_is_exact_after_any_order_of_messages(events: list[tuple[str,
     for name in messages.infos:
         messages.report(name)
     messages.check()
-    assert not messages.fleet._promises
-    assert not messages.fleet._shares
-    assert not messages.fleet._of_session
+    assert not messages.fleet._ledger._promises
+    assert not messages.fleet._ledger._shares
+    assert not messages.fleet._ledger._of_session
     for view in messages.fleet.view(messages.now_s).ready:
         assert (view.free_blocks, view.sessions, view.busy_until_s) == (view.info.total_blocks, 0, 0.0)
 

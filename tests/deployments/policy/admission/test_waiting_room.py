@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.fleet.view import FleetView, ReplicaView, View
+from deployments.fleet.columns import ReplicaView
+from deployments.fleet.view import FleetView, View
 from deployments.messages import Admit, Decision, Mode, Placement, Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
 from deployments.policy.admission.waiting_room import OVERTAKING_DEPTH, TURNS_BY_RANK, Called, Entered, WaitingRoom

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.fleet.view import Flags
+from deployments.fleet.columns import Flags
 from deployments.messages import Mode, Role, SessionRequest
 from deployments.policy.placement.estimates import MANY, Outlook
 from deployments.policy.placement.joint import Joint

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import WeightsConfig
+from deployments.fleet.columns import ReplicaView
 from deployments.fleet.fleet import Fleet
-from deployments.fleet.view import FleetView, ReplicaView
+from deployments.fleet.view import FleetView
 from deployments.messages import (
     Admit,
     Decision,
@@ -108,7 +109,7 @@ def test_under_load_unlike_pools_fill_side_by_side_and_a_big_prompt_goes_to_the_
     owners = []
     for number in range(50):
         placement = placed(replace(ask(), session_id=str(number)), fleet.view(0.0))
-        fleet.promise(placement, 64, 0.0)
+        fleet.reserve(placement, 64, 0.0)
         owners.append(placement.owner.replica_id)
     assert (owners.count("s0"), owners.count("l0")) == (10, 40)
     assert "s0" in owners[:12]

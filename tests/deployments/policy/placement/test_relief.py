@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.fleet.view import UNKNOWN, ReplicaView
+from deployments.fleet.columns import UNKNOWN, ReplicaView
 from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Reservation, Role
 from deployments.policy.placement.relief import (
     LEAST_STEPS,

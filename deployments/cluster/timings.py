@@ -13,10 +13,10 @@ class Timings:
     long for the outputs after the answer, and for the answer after the outputs.
     `notice_timeout_s`: the longest time a notice to the session manager takes before it is given up.
     `quiet_s`: after so long without an output of a session, the core asks the manager about the session's replicas,
-    every `watch_s`. A replica that the manager calls silent `silent_times` times in a row is lost. A living replica reports
-    every second, also to a manager that has restarted.
-    `budget_wait_s`: the longest time a lost session waits for the cluster's retry budget; it asks again as often as the
-    manager's refusals say.
+    every `watch_s`. A replica that the manager calls silent `silent_times` times in a row is lost. A living replica
+    reports every second, also to a manager that has restarted.
+    `budget_wait_s`: the longest time a lost session waits for the cluster's retry budget; it asks again as often as
+    the manager's refusals say.
     `pause_s`: the pause before a session's third placement in a row. Each further pause is twice as long, and none is
     longer than `longest_pause_s`.
     """

@@ -1,6 +1,6 @@
-"""How a replica leaves in order: nothing new comes, what runs ends or moves, and KV that a peer uses is waited for.
+"""How a replica drains: it takes nothing new, what runs ends or moves, and it waits for peers that still use its KV.
 
-Where all of the application leaves there is nowhere to move to, and what runs has all of the time.
+Where the whole application stops there is nowhere to move to, and what runs has all of the time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
+from deployments.replica.readings import OPEN_KV
+from deployments.replica.timings import TIMINGS, Timings
+
 logger = logging.getLogger("baton.drain")
 
 RUN_SHARE = 0.75
-"""The part of the time in which sessions may end by themselves; in the rest they move, and KV is waited for."""
-LOOK_S = 0.1
+"""The part of the time in which sessions may end by themselves. In the rest they move, and KV is waited for."""
 QUIET_LOOKS = 10
-"""The session manager must hear of it first, and a peer may begin to read a moved session's KV after it ended here."""
+"""Looks in a row at which nothing runs, before the replica counts as drained. The session manager must hear of a moved
+session first, and a peer may begin to read its KV only after its part has ended here."""
 STOP_S = 10.0
-"""After a replica has drained, its engine's processes have so long to end; then Serve kills it."""
-OPEN_KV = ("open_receiving", "open_writing")
+"""The longest time that the engine's processes have to end after the drain; then Serve kills the replica."""
 
 
 class Draining(Protocol):
@@ -37,36 +39,38 @@ class Draining(Protocol):
     async def counters(self) -> dict[str, float]: ...
 
 
-async def drain(replica: Draining, timeout_s: float, do_all_leave: Callable[[], Awaitable[bool]]) -> None:
-    """Let a replica's sessions end, then move those that are left, then wait until nobody uses its KV.
+async def drain(
+    replica: Draining, timeout_s: float, do_all_stop: Callable[[], Awaitable[bool]], timings: Timings = TIMINGS
+) -> None:
+    """Let a replica's sessions end, then move those that are left, then wait until no peer uses its KV.
 
-    `do_all_leave`: whether there is nowhere to move to. Returns when all that is done, at the latest after `timeout_s`.
-    Raises EngineError when the engine dies.
+    `do_all_stop`: whether the whole application stops, so that there is nowhere to move to. Returns when all that is
+    done, at the latest after `timeout_s`. Raises EngineError when the engine dies.
     """
     began_s = time.monotonic()
     replica.begin_drain()
     while replica.open_runs and time.monotonic() - began_s < RUN_SHARE * timeout_s:  # noqa: ASYNC110 - looked at seldom
-        await asyncio.sleep(LOOK_S)
-    if replica.open_runs and not await do_all_leave():
+        await asyncio.sleep(timings.look_s)
+    if replica.open_runs and not await do_all_stop():
         open_runs = replica.open_runs
         logger.info("%d of %d sessions move: the replica is being stopped", replica.move_out(), open_runs)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(began_s + timeout_s - time.monotonic()):
-            await _until_quiet(replica)
+            await _until_quiet(replica, timings.look_s)
             return
     logger.warning("out of time, with %d sessions open, or KV that a peer still uses", replica.open_runs)
 
 
-async def _until_quiet(replica: Draining) -> None:
-    """Nothing runs and no peer reads or writes, several looks in a row."""
+async def _until_quiet(replica: Draining, look_s: float) -> None:
+    """Wait until nothing runs and no peer reads or writes, `QUIET_LOOKS` looks in a row."""
     quiet = 0
     while (quiet := quiet + 1 if await _is_quiet(replica) else 0) < QUIET_LOOKS:  # noqa: ASYNC110 - nothing tells us
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(look_s)
 
 
 async def _is_quiet(replica: Draining) -> bool:
     try:
         counters = await replica.counters()
-    except TimeoutError:  # its engine is in a long step
+    except TimeoutError:  # the engine is in a long step
         return False
     return not replica.open_runs and not any(counters.get(name) for name in OPEN_KV)

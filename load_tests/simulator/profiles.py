@@ -9,9 +9,9 @@ memory is the engine's, 4 GB of that for activations. These are meant to differ 
 (ConnectX-7's data sheet), 50e9 B/s.
 
 **cpu**: SmolLM2-135M in float32, blocks of 128 tokens, chunks of 256, as in `configs/cpu-1p1d.yaml`, one core each:
-46080 bytes of KV a token (30 layers, 3 KV heads of 64, 4 bytes). Steps: what docs/benchmarks/tune.md has (a decode step of
-72 ms, prompts of 1000 and 4096 tokens in 5 and 41 s, on a busy machine), unless fitted ones are given. Link: what one
-thread copies, 6.1e9 B/s there.
+46080 bytes of KV a token (30 layers, 3 KV heads of 64, 4 bytes). Steps: what docs/benchmarks/tune.md has (a decode step
+of 72 ms, prompts of 1000 and 4096 tokens in 5 and 41 s, on a busy machine), unless fitted ones are given. Link: what
+one thread copies, 6.1e9 B/s there.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from deployments.errors import (
 )
 from deployments.messages import MANAGER_RETIRES, Admit, Mode, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
 from deployments.policy.admission.retry_budget import RETRY_BUDGET
-from deployments.replica import drain as drain_module
 from deployments.replica.drain import drain
+from deployments.replica.timings import Timings as ReplicaTimings
 from load_tests.harness.control_plane import (
     LARGE,
     MAX_MODEL_LEN,
@@ -428,9 +428,8 @@ async def test_answers_go_on_elsewhere_when_their_decode_engine_dies(cluster: In
 
 @pytest.mark.slow
 async def test_a_draining_replica_gets_nothing_new_and_what_outlives_its_time_goes_on_elsewhere(
-    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+    cluster: InProcess,
 ) -> None:
-    monkeypatch.setattr(drain_module, "LOOK_S", 0.002)
     asked = prompt(20)
     answer = await (await cluster.ask(asked, max_tokens=400)).has(3)
     leaving = (await cluster.placed(answer))["decode"]
@@ -438,7 +437,7 @@ async def test_a_draining_replica_gets_nothing_new_and_what_outlives_its_time_go
     async def no() -> bool:
         return False
 
-    draining = asyncio.create_task(drain(cluster.replicas[leaving], 0.4, no))
+    draining = asyncio.create_task(drain(cluster.replicas[leaving], 0.4, no, ReplicaTimings(look_s=0.002)))
 
     async def is_known() -> bool:
         replicas = (await cluster.manager.status())["replicas"]

@@ -138,15 +138,15 @@ async def test_a_session_that_has_not_begun_is_let_go_at_its_first_output(cluste
 async def test_a_draining_replica_hands_over(cluster: InProcess) -> None:
     asked = prompt(30)
     answer, owner = await begun(cluster, asked)
-    cluster.replicas[owner]._phase = Phase.DRAINING
+    cluster.replicas[owner]._life.phase = Phase.DRAINING
     assert cluster.replicas[owner].move_out() == 1
     await answer.over()
     assert answer.context.error is None
     assert answer.tokens == await cluster.local(asked, max_tokens=LONG)
     await cluster.closed()
     assert await closed(cluster) == {"moved": 1, "length": 2}
-    cluster.replicas[owner]._phase = Phase.READY
-    cluster.replicas[owner]._changed.set()
+    cluster.replicas[owner]._life.phase = Phase.READY
+    cluster.replicas[owner]._reporter.tell()
     await until(lambda: cluster._are_ready([owner]))
     await cluster.settle()
 
@@ -209,7 +209,7 @@ async def test_a_move_is_cancelled(cluster: InProcess) -> None:
 async def test_outputs_that_never_came_are_computed_again(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = prompt(30)
     answer, source = await begun(cluster, asked)
-    live = cluster.replicas[source]._live[answer.request_id]
+    live = cluster.replicas[source]._parts.open[answer.request_id]
     with monkeypatch.context() as deaf:
         deaf.setattr(cluster.replicas[source]._sender, "send", lambda address, frames: True)
         taken = live.output_tokens

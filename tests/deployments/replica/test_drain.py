@@ -11,14 +11,15 @@ import pytest
 from ray._private.worker import Worker
 from ray.serve._private import replica as serve_replica
 
-from deployments.replica import drain as drain_module
-from deployments.replica.drain import drain
+from deployments.replica.drain import QUIET_LOOKS, drain
+from deployments.replica.timings import Timings
 
 LONG_S, WAIT_S = 1000.0, 60.0
+QUICK = Timings(look_s=0.001)
 
 
-class Leaver:
-    """Notes what is asked of it; runs and open KV are what the test says."""
+class Replica:
+    """A replica that drains: it notes what is asked of it. Runs and open KV are what the test says."""
 
     def __init__(self) -> None:
         self.open_runs = self.cannot_move = 0
@@ -28,7 +29,7 @@ class Leaver:
         self.looked = asyncio.Event()
 
     def begin_drain(self) -> None:
-        self.done.append("leave")
+        self.done.append("drain")
 
     def move_out(self, session_ids: Collection[str] | None = None) -> int:
         assert session_ids is None
@@ -57,73 +58,68 @@ async def yes() -> bool:
     return True
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain_module, "LOOK_S", 0.001)
-
-
 async def test_sessions_end_by_themselves_and_then_it_is_over() -> None:
-    leaver = Leaver()
-    leaver.open_runs = 2
-    drained = asyncio.create_task(drain(leaver, LONG_S, no))
+    replica = Replica()
+    replica.open_runs = 2
+    drained = asyncio.create_task(drain(replica, LONG_S, no, QUICK))
     await asyncio.sleep(0.02)
     assert not drained.done()
-    leaver.open_runs = 0
+    replica.open_runs = 0
     await asyncio.wait_for(drained, WAIT_S)
-    assert leaver.done == ["leave"], "nothing had to move"
+    assert replica.done == ["drain"], "nothing had to move"
 
 
 @pytest.mark.parametrize("name", ["open_receiving", "open_writing"])
 async def test_kv_that_a_peer_uses_is_waited_for(name: str) -> None:
-    leaver = Leaver()
-    leaver.kv = {name: 1.0, "bytes_written": 7.0}
-    leaver.is_busy = True
-    drained = asyncio.create_task(drain(leaver, LONG_S, no))
+    replica = Replica()
+    replica.kv = {name: 1.0, "bytes_written": 7.0}
+    replica.is_busy = True
+    drained = asyncio.create_task(drain(replica, LONG_S, no, QUICK))
     for _ in range(3):
-        await leaver.seen()
+        await replica.seen()
     assert not drained.done()
-    leaver.kv = {name: 0.0, "bytes_written": 7.0}
+    replica.kv = {name: 0.0, "bytes_written": 7.0}
     await asyncio.wait_for(drained, WAIT_S)
 
 
 async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_is_waited_for() -> None:
-    leaver = Leaver()
-    leaver.open_runs = 1
-    drained = asyncio.create_task(drain(leaver, 2.0, no))
-    await leaver.seen()
-    assert leaver.done == ["leave", "move"]
-    leaver.kv = {"open_writing": 1.0}
-    for _ in range(drain_module.QUIET_LOOKS + 2):
-        await leaver.seen()
+    replica = Replica()
+    replica.open_runs = 1
+    drained = asyncio.create_task(drain(replica, 2.0, no, QUICK))
+    await replica.seen()
+    assert replica.done == ["drain", "move"]
+    replica.kv = {"open_writing": 1.0}
+    for _ in range(QUIET_LOOKS + 2):
+        await replica.seen()
     assert not drained.done()
-    leaver.kv = {}
+    replica.kv = {}
     await asyncio.wait_for(drained, WAIT_S)
 
 
 @pytest.mark.slow
 async def test_a_session_that_cannot_move_has_the_rest_of_the_time() -> None:
-    leaver = Leaver()
-    leaver.open_runs, leaver.cannot_move = 2, 1
-    drained = asyncio.create_task(drain(leaver, 4.0, no))
-    await leaver.seen()
-    assert (leaver.done, drained.done()) == (["leave", "move"], False)
-    leaver.open_runs = 0
+    replica = Replica()
+    replica.open_runs, replica.cannot_move = 2, 1
+    drained = asyncio.create_task(drain(replica, 4.0, no, QUICK))
+    await replica.seen()
+    assert (replica.done, drained.done()) == (["drain", "move"], False)
+    replica.open_runs = 0
     await asyncio.wait_for(drained, WAIT_S)
 
 
 @pytest.mark.slow
 async def test_where_all_leave_nothing_moves_and_what_runs_has_all_of_the_time() -> None:
-    leaver, began_s = Leaver(), time.monotonic()
-    leaver.open_runs = 1
-    await asyncio.wait_for(drain(leaver, 2.0, yes), WAIT_S)
-    assert leaver.done == ["leave"]
+    replica, began_s = Replica(), time.monotonic()
+    replica.open_runs = 1
+    await asyncio.wait_for(drain(replica, 2.0, yes, QUICK), WAIT_S)
+    assert replica.done == ["drain"]
     assert time.monotonic() - began_s >= 2.0
 
 
 async def test_it_ends_in_its_time_whatever_is_open() -> None:
-    leaver, began_s = Leaver(), time.monotonic()
-    leaver.kv = {"open_receiving": 1.0}
-    await asyncio.wait_for(drain(leaver, 0.1, no), WAIT_S)
+    replica, began_s = Replica(), time.monotonic()
+    replica.kv = {"open_receiving": 1.0}
+    await asyncio.wait_for(drain(replica, 0.1, no, QUICK), WAIT_S)
     assert time.monotonic() - began_s >= 0.1
 
 

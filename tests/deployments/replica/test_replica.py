@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,12 +33,16 @@ from deployments.messages import (
     StepSample,
 )
 from deployments.output_stream import OutputReceiver
-from deployments.replica import replica as replica_module
-from deployments.replica.replica import FINISHED_KEPT, PAIR_TIMEOUT_S, Replica
+from deployments.replica.parts import FINISHED_KEPT
+from deployments.replica.readings import STEPS_KEPT
+from deployments.replica.replica import Replica
+from deployments.replica.timings import Timings
 from deployments.serve.router import APPEAR_S
 
 WAIT_S = 60.0
 LEASE_S = 0.8
+SLOW = Timings(heartbeat_s=1000.0)
+"""The heart beats too slowly to help."""
 INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
 
 
@@ -138,12 +143,11 @@ class Manager:
 class Fixture:
     """A replica, its engine, the manager and an ingress."""
 
-    def __init__(self) -> None:
+    def __init__(self, timings: Timings = SLOW, overcommit: float = 1.0) -> None:
         self.engine, self.manager = ScriptedEngine(), Manager()
         identity = Identity("r0", "decode-small", Role.DECODE, "node", "127.0.0.1")
-        self.replica = Replica(
-            identity, self.engine, self.manager, PlacementConfig(snapshot_interval_s=0.005, ingress_lease_s=LEASE_S)
-        )
+        config = PlacementConfig(snapshot_interval_s=0.005, ingress_lease_s=LEASE_S, overcommit=overcommit)
+        self.replica = Replica(identity, self.engine, self.manager, config, timings)
         self.ingress = OutputReceiver("127.0.0.1")
 
     def task(self, request_id: str = "a", timeout_s: float = 60.0, **changes: Any) -> SessionTask:
@@ -171,10 +175,9 @@ async def receive(ingress: OutputReceiver) -> tuple[str, list[bytes]]:
 
 
 @pytest.fixture
-async def idle(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fixture]:
-    """A replica that is not started; its heart beats too slowly to help."""
-    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 1000.0)
-    fixture = Fixture()
+async def idle(no_leaks: None, request: pytest.FixtureRequest) -> AsyncIterator[Fixture]:
+    """A replica that is not started. A parameter: what the fixture is made with."""
+    fixture = Fixture(**getattr(request, "param", {}))
     yield fixture
     await asyncio.wait_for(fixture.replica.stop(), WAIT_S)
     fixture.ingress.close()
@@ -225,7 +228,7 @@ async def test_no_change_is_lost_between_two_reports(up: Fixture, monkeypatch: p
         if len(taken) < 5:
             taken.append(snapshot.counters.get("n"))
             up.engine.put(counters={"n": 100 + len(taken)})
-            await until(lambda: up.replica._load.counters["n"] == 100 + len(taken))
+            await until(lambda: up.replica._readings.load.counters["n"] == 100 + len(taken))
         return answer
 
     monkeypatch.setattr(up.manager, "report", report_then_change)
@@ -233,8 +236,8 @@ async def test_no_change_is_lost_between_two_reports(up: Fixture, monkeypatch: p
     await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 105)
 
 
-async def test_a_quiet_replica_still_says_that_it_lives(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 0.005)
+@pytest.mark.parametrize("idle", [{"timings": Timings(heartbeat_s=0.005)}], indirect=True)
+async def test_a_quiet_replica_still_says_that_it_lives(up: Fixture) -> None:
     up.engine.put(counters={"n": 1})
     await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 1)
     count = len(up.manager.snapshots)
@@ -376,7 +379,7 @@ async def test_a_part_that_is_over_gives_no_more_outputs(up: Fixture) -> None:
 async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
     runs = {name: await up.begin(name, movable=name != "c") for name in "abcd"}
     up.engine.put(("a", 2, False), ("b", 1, False), ("c", 1, False))
-    await until(lambda: up.replica._live["a"].started)
+    await until(lambda: up.replica._parts.open["a"].started)
     assert up.replica.move_out(["s-a", "s-c", "s-d", "s-nobody"]) == 2
     report = await asyncio.wait_for(runs["a"], WAIT_S)
     assert (report.outcome, report.output_tokens) == (MOVED, 2)
@@ -393,8 +396,8 @@ async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
     assert up.replica.move_out() == 0
 
 
+@pytest.mark.parametrize("idle", [{"overcommit": 1.5}], indirect=True)
 async def test_it_lets_go_what_the_manager_says_and_tells_it_what_its_sessions_hold(up: Fixture) -> None:
-    up.replica._config = up.replica._config.model_copy(update={"overcommit": 1.5})
     runs = [await up.begin(name, movable=name == "a") for name in "ab"]
     up.engine.put(("a", 3, False))
     told = await up.manager.until(lambda snapshot: snapshot.held_tokens == (33, 0))
@@ -501,7 +504,7 @@ async def test_an_engine_that_does_not_start(idle: Fixture) -> None:
     idle.engine.start_error = EngineError("no such model")
     with pytest.raises(EngineError, match="no such model"):
         await idle.replica.start()
-    assert idle.replica._phase is Phase.LOADING
+    assert idle.replica._life.phase is Phase.LOADING
 
 
 async def test_stopping_ends_everything_and_can_be_repeated(up: Fixture) -> None:
@@ -543,10 +546,8 @@ async def test_stopping_at_the_moment_that_something_changes(idle: Fixture, turn
     run.exception()
 
 
-async def test_its_engine_meets_the_peers_that_the_manager_names_once(
-    idle: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 0.01)
+@pytest.mark.parametrize("idle", [{"timings": Timings(heartbeat_s=0.01)}], indirect=True)
+async def test_its_engine_meets_the_peers_that_the_manager_names_once(idle: Fixture) -> None:
     idle.engine.is_busy = True  # at first
     idle.manager.peers = Peers(7, (("tcp://one",), ("tcp://two",)))
     await idle.replica.start()
@@ -624,7 +625,7 @@ async def test_each_step_is_told_of_once_and_in_order(up: Fixture) -> None:
 async def test_of_many_steps_the_newest_are_told(up: Fixture) -> None:
     up.engine.put(steps=samples(200))
     told = await up.manager.until(lambda snapshot: bool(snapshot.steps))
-    assert told.steps == samples(200)[-replica_module.STEPS_KEPT :]
+    assert told.steps == samples(200)[-STEPS_KEPT:]
 
 
 async def test_it_tells_the_tokens_that_its_running_sequences_hold(up: Fixture) -> None:
@@ -642,7 +643,7 @@ async def test_it_tells_which_parts_ended_however_they_did(up: Fixture) -> None:
     up.engine.put(("a", 1, False))
     up.engine.put(("a", 2, True), ("b", 1, False))
     await asyncio.wait_for(run, WAIT_S)
-    await until(lambda: up.replica._live["b"].output_tokens == 1)
+    await until(lambda: up.replica._parts.open["b"].output_tokens == 1)
     lost.cancel()
     await asyncio.wait([lost])
     up.engine.refusal = EngineError("not a request")
@@ -661,7 +662,7 @@ async def test_it_tells_which_parts_ended_however_they_did(up: Fixture) -> None:
 
 async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: Fixture) -> None:
     up.engine.refusal = EngineError("not a request")
-    count = replica_module.FINISHED_KEPT + 6
+    count = FINISHED_KEPT + 6
     for number in range(count):
         with pytest.raises(EngineError):
             await up.replica.run(up.task(f"r{number}"))
@@ -669,10 +670,8 @@ async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: F
     assert [part.session_id for part in told.finished] == [f"s-r{number}" for number in range(6, count)]
 
 
-async def test_a_replica_that_is_held_is_not_ready_and_asks_again(
-    idle: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_module, "HEARTBEAT_S", 2 * WAIT_S)
+@pytest.mark.parametrize("idle", [{"timings": Timings(heartbeat_s=2 * WAIT_S)}], indirect=True)
+async def test_a_replica_that_is_held_is_not_ready_and_asks_again(idle: Fixture) -> None:
     idle.manager.held = {Phase.LOADING}
     starting = asyncio.create_task(idle.replica.start())
     loaded = await idle.manager.until(lambda snapshot: snapshot.info is not None)
@@ -699,8 +698,8 @@ async def test_a_replica_that_is_held_does_not_press_a_manager_that_is_away(idle
     starting.cancel()
 
 
-async def test_a_replica_is_ready_before_serve_knows_of_it(idle: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "PAIR_TIMEOUT_S", 2 * WAIT_S)
+@pytest.mark.parametrize("idle", [{"timings": replace(SLOW, pair_timeout_s=2 * WAIT_S)}], indirect=True)
+async def test_a_replica_is_ready_before_serve_knows_of_it(idle: Fixture) -> None:
     idle.manager.held = {Phase.READY}
     starting = asyncio.create_task(idle.replica.start())
     await idle.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
@@ -716,16 +715,14 @@ async def test_a_replica_is_ready_before_serve_knows_of_it(idle: Fixture, monkey
     await idle.manager.until(lambda snapshot: not snapshot.is_starting)
 
 
-async def test_a_replica_that_is_ready_does_not_wait_long_for_another(
-    idle: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_module, "PAIR_TIMEOUT_S", 0.05)
+@pytest.mark.parametrize("idle", [{"timings": replace(SLOW, pair_timeout_s=0.05)}], indirect=True)
+async def test_a_replica_that_is_ready_does_not_wait_long_for_another(idle: Fixture) -> None:
     idle.manager.held = {Phase.READY}
     await asyncio.wait_for(idle.replica.start(), WAIT_S)
 
 
 def test_what_is_placed_on_a_replica_that_waits_for_another_outlasts_that() -> None:
-    assert 2 * PAIR_TIMEOUT_S < APPEAR_S, "and Serve has as long to tell its handles"
+    assert 2 * Timings().pair_timeout_s < APPEAR_S, "and Serve has as long to tell its handles"
 
 
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.READY])

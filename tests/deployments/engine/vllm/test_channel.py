@@ -174,7 +174,8 @@ async def test_a_long_prompt_on_decode_leaves_room_for_others(model: Path) -> No
             if over[-1] == "long":
                 break
         assert over[-1] == "long"
-        chunks = {name: replica._info and replica._info.chunk_tokens for name, replica in engines.replicas.items()}
+        infos = {name: replica._reporter.info for name, replica in engines.replicas.items()}
+        chunks = {name: info and info.chunk_tokens for name, info in infos.items()}
         assert chunks == {PREFILL: 64, SMALL: (64 - 16) // 2}, "and placement predicts with it"
 
 

@@ -1,0 +1,70 @@
+"""What a replica is doing: whether its start is held back, whether it serves, and the error that broke it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from deployments.engine.protocol import EngineError
+from deployments.messages import Phase
+
+
+class Lifecycle:
+    """A replica's phase. The reporter passes on what the manager says to a replica that starts (`heard`, `unheard`).
+
+    `is_starting`: Serve does not know of the replica yet. `error`: what ended one of the replica's tasks.
+    """
+
+    def __init__(self) -> None:
+        self.phase = Phase.LOADING
+        self.is_starting = True
+        self.is_stopping = False
+        self.error: BaseException | None = None
+        self._held: dict[Phase, bool] = {}  # the manager's last answer to a report from each phase
+        self._has_answer = asyncio.Event()
+
+    @property
+    def serves(self) -> bool:
+        """Whether the engine works for sessions. It does while draining too: some were placed here before that was
+        known.
+        """
+        return self.phase is not Phase.LOADING and self.error is None and not self.is_stopping
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the manager has said that the start must not go on yet."""
+        return self._held.get(self.phase, False)
+
+    def heard(self, phase: Phase, hold: bool) -> None:
+        """The manager has answered a report from this phase."""
+        self._held[phase] = hold
+        self._has_answer.set()
+
+    def unheard(self, phase: Phase) -> None:
+        """The manager has not answered a report. If it never said to wait, the start goes on without it."""
+        self._held.setdefault(phase, False)
+        self._has_answer.set()
+
+    async def while_held(self, timeout_s: float) -> None:
+        """Wait while the manager holds this phase back. Raises EngineError when the replica fails meanwhile.
+
+        Serve stops an old replica as soon as its successor has started. A replica that has no partner to pair with must
+        not count as started: the old pair serves until both sides of the new one are ready.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._held.get(self.phase) is not False and self.error is None:
+                    self._has_answer.clear()
+                    await self._has_answer.wait()
+        self.refuse_if_failed()
+
+    def fail(self, error: BaseException) -> None:
+        """The replica is broken. Serve replaces it; until then nothing may be placed on it."""
+        self.error = error
+        self.phase = Phase.DRAINING
+        self._has_answer.set()
+
+    def refuse_if_failed(self) -> None:
+        """Raises EngineError when the replica is broken."""
+        if self.error is not None:
+            raise EngineError(f"the replica failed: {self.error}") from self.error

@@ -1,0 +1,64 @@
+"""What an engine last said of itself, as the next report tells it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from deployments.engine.protocol import Engine, EngineLoad, Step
+from deployments.messages import StepSample
+
+STEPS_KEPT = 64
+"""Steps that one report tells of at most; older ones are dropped."""
+OPEN_KV = ("open_receiving", "open_writing")
+"""The counters of KV transfers that are not over: of those that come in, and of those that go out."""
+
+
+class Readings:
+    """`load`: what the engine said in its last step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.load = EngineLoad()
+        self._engine = engine
+        self._counters: dict[str, float] = {}
+        self._steps: deque[StepSample] = deque(maxlen=STEPS_KEPT)
+        self._is_settled = False
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """The engine's counters and its KV channel's."""
+        return self._counters | self.load.counters
+
+    @property
+    def idle_load(self) -> EngineLoad:
+        """The load of an engine without sessions. Nothing is in use, whatever its last step said: some engines say it
+        before they free the blocks. Until its KV transfers are over, its last word counts.
+        """
+        if not self._is_settled:
+            return self.load
+        return replace(self.load, used_blocks=0, running=0, waiting=0, running_tokens=0)
+
+    def take(self, step: Step) -> None:
+        """The engine has made a step."""
+        self.load = step.load
+        self._steps.extend(step.steps)
+
+    def take_steps(self) -> tuple[StepSample, ...]:
+        """The steps since the last call."""
+        steps = tuple(self._steps)
+        self._steps.clear()
+        return steps
+
+    def unsettle(self) -> None:
+        """A session has ended: what was counted before is old."""
+        self._is_settled = False
+
+    async def settle(self) -> None:
+        """Count once after the engine has fallen idle: asking costs the engine a moment."""
+        if self._is_settled:
+            return
+        try:
+            self._counters = await self._engine.counters()
+        except TimeoutError:  # it has work again, and is asked at its next idle moment
+            return
+        self._is_settled = not any(self._counters.get(name) for name in OPEN_KV)

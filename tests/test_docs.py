@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from configs import schema
+from deployments.manager.manager import SessionManager
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -185,6 +186,39 @@ def test_every_reason_to_refuse_is_in_the_table() -> None:
     codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source)}
     assert codes
     assert sorted(code for code in codes if f"`{code}`" not in errors) == []
+
+
+def test_every_counter_of_a_replica_is_in_the_table() -> None:
+    from transfer.channel.outbox import COUNTERS
+
+    engine = "".join(path.read_text() for path in sorted((ROOT / "deployments/engine/vllm").glob("*.py")))
+    names = re.findall(r'"(\w+)"', re.split(r"^COUNTERS[^=\n]*= \(", engine, flags=re.MULTILINE)[1].split(")")[0])
+    assert len(names) > 3
+    counters = page("reference/metrics.md").split("\n## Counters of a replica")[1].split("\n## ")[0]
+    assert [name for name in [*COUNTERS, *names] if f"`{name}`" not in counters] == []
+
+
+async def test_every_field_of_the_status_is_in_the_table() -> None:
+    args = yaml.safe_load((ROOT / "configs/mock.yaml").read_text())["applications"][0]["args"]
+    status = await SessionManager(schema.BatonConfig.model_validate(args)).status()
+    fields = set(table("reference/metrics.md", "`GET /baton/status`"))
+    written = {re.split(r"[.`]", field)[0] for field in fields}
+    assert {"pools", "promises"} <= status.keys()
+    assert sorted(status.keys() - written) == []
+
+
+def test_the_glossary_has_every_word_once() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", page("reference/glossary.md"), re.MULTILINE)
+    words = [word.strip("` ") for row in rows for word in row.split(",") if row not in ("word", "---")]
+    assert len(words) > 50
+    assert sorted({word for word in words if words.count(word) > 1}) == []
+
+
+@each_page
+def test_programs_are_not_persons(path: Path) -> None:
+    if str(path.relative_to(ROOT)).startswith(LOGS):
+        pytest.skip("a diary")
+    assert re.findall(r"\b(?:whoever|nobody|somebody|everybody)\b", path.read_text(), re.IGNORECASE) == []
 
 
 def test_the_readme_is_short() -> None:

@@ -34,7 +34,8 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             device=pool.device or pool.resources.accelerator_type,
         )
     from deployments.engine.mock.engine import MockEngine
-    from transfer.memory.plane import InProcessPlane, Plane
+    from transfer.memory.in_process_plane import InProcessPlane
+    from transfer.memory.plane import Plane
 
     plane: Plane
     if config.channel.kind == "nixl":

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.engine import FinishReason
-
 from deployments.errors import HandoffFailed, Overloaded, ReplicaLost, SessionTimeout, Unavailable
 from load_tests.harness.control_plane import Answer, InProcess
 
@@ -70,7 +68,7 @@ class Asked:
             return "left" if self.left else "hung"
         if answer.reason is None:
             return "cut"
-        if answer.reason is FinishReason.ERROR:
+        if answer.has_failed:
             if not isinstance(answer.context.error, EXPECTED_ERRORS):
                 return "wrong"
             return "failed" if self.goes_on or not answer.tokens else "refused"

@@ -35,7 +35,8 @@ from deployments.manager.stand_in import StandIn
 from deployments.messages import Handoff, Role, SessionReport, SessionTask
 from deployments.replica.replica import Replica
 from load_tests.chaos.points import Points
-from transfer.memory.plane import InProcessPlane, PlaneError, WriteState
+from transfer.memory.in_process_plane import InProcessPlane
+from transfer.memory.plane import PlaneError, WriteState
 
 WAIT_S, PATIENCE_S = 30.0, 90.0  # of the configuration; and of who waits for what it should bring about
 BLOCKS = {"prefill": 256, "decode-small": 144, "decode-large": 288}
@@ -274,6 +275,11 @@ class Answer:
     @property
     def reason(self) -> FinishReason | None:
         return self.outputs[-1].finish_reason if self.outputs else None
+
+    @property
+    def has_failed(self) -> bool:
+        """The frontend was told of an error."""
+        return self.reason is FinishReason.ERROR
 
     @property
     def stop_reason(self) -> int | str | None:

@@ -14,8 +14,9 @@ from transfer.channel.channel import Channel
 from transfer.channel.outbox import Key, Results
 from transfer.channel.prefill_side import Chunk
 from transfer.control.messages import Seal
+from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.layout import KVLayout
-from transfer.memory.plane import InProcessPlane, Plane
+from transfer.memory.plane import Plane
 
 LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES = 3, 2, 64, 4, 32
 SECRET, WAIT_S = "a secret of the tests", 60.0

@@ -32,7 +32,8 @@ from transfer.channel.channel import Channel
 from transfer.control.messages import FirstToken, Seal
 from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
-from transfer.memory.plane import InProcessPlane, Plane
+from transfer.memory.in_process_plane import InProcessPlane
+from transfer.memory.plane import Plane
 
 POLL_S = 0.002  # the channel does not wake an asyncio loop: ask it, while it has something to tell
 QUIET_WAIT_S = 30.0

@@ -17,7 +17,8 @@ from transfer.channel.channel import ChannelError
 from transfer.channel.prefill_side import Chunk
 from transfer.control.messages import MAX_BYTES, FirstToken, Seal
 from transfer.control.token_sender import TokenSender
-from transfer.memory.plane import InProcessPlane, WriteState
+from transfer.memory.in_process_plane import InProcessPlane
+from transfer.memory.plane import WriteState
 
 PROMPTS, TOKEN = (1, 3, 4, 5, 11, 16), 42
 

@@ -18,8 +18,9 @@ from transfer.channel.outbox import Outbox
 from transfer.channel.pacing import Limits
 from transfer.channel.prefill_side import Chunk, PrefillSide
 from transfer.control import messages as control
+from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.layout import KVLayout
-from transfer.memory.plane import InProcessPlane, WriteState
+from transfer.memory.plane import WriteState
 
 LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_SIZE, PROMPT, FAR = 2, 16, 8, 4, 10, 1e6
 EPOCHS = (1, 2)

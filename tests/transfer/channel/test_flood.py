@@ -19,7 +19,8 @@ from transfer.control.endpoint import Endpoint
 from transfer.control.messages import AnyMessage, FirstToken
 from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
-from transfer.memory.plane import InProcessPlane, PlaneError, WriteState
+from transfer.memory.in_process_plane import InProcessPlane
+from transfer.memory.plane import PlaneError, WriteState
 
 FREE, BLOCK_BYTES, TOTAL_HEADS = 0xEE, 32, 4
 LONGEST = 9  # blocks of a prompt

@@ -13,8 +13,8 @@ from transfer.channel.outbox import Results
 from transfer.channel.prefill_side import Chunk
 from transfer.control.messages import Seal
 from transfer.memory.heads import head_range
+from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.layout import KVLayout
-from transfer.memory.plane import InProcessPlane
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_BYTES = 3, 32, 4, 8, 16
 KEY, PROMPT = ("session", 1), 10

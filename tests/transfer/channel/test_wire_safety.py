@@ -19,8 +19,8 @@ from transfer.control import messages as control
 from transfer.control.endpoint import TAKE_AT_ONCE, Endpoint
 from transfer.control.messages import Cancel, Failed, FirstToken, Hello, Landed, Offer, Refused, Seal, Welcome
 from transfer.control.seal import DIGEST_BYTES, BadMessage
+from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.layout import KVLayout
-from transfer.memory.plane import InProcessPlane
 
 SECRET = "a secret of the tests"
 KEY = ("session", 1)

@@ -13,7 +13,8 @@ from deployments.engine.mock.engine import IDLE_TOKEN
 from deployments.engine.mock.memory import FIRST_TOKEN, LAST_TOKEN, MockMemory
 from deployments.engine.protocol import EngineError
 from deployments.messages import Role
-from transfer.memory.plane import InProcessPlane, WriteState
+from transfer.memory.in_process_plane import InProcessPlane
+from transfer.memory.plane import WriteState
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SMALL = MockEngineConfig(block_size=4, num_blocks=24, max_num_seqs=8, max_num_batched_tokens=16, step_s=0.0)

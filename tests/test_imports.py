@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PURE = (
     "deployments/cluster/recovery.py",
     "deployments/cluster/session.py",
+    "deployments/cluster/timings.py",
     "deployments/fleet",
     "deployments/policy",
     "transfer/channel/pacing.py",

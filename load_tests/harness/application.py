@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from app.launch import local_ray
+from app.launch import ports
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 150.0
@@ -80,5 +80,5 @@ class Application:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface, see `app.launch.local_ray.free_port`."""
-    return local_ray.free_port("127.0.0.1")
+    """A TCP port of the loopback interface, see `app.launch.ports.free_port`."""
+    return ports.free_port("127.0.0.1")

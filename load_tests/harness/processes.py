@@ -1,8 +1,8 @@
 """Processes of a benchmark: find them, read their CPU time, pause them, and see that they end.
 
 `python -m load_tests.harness.processes` is the guard: it reads `pid start-time` lines from stdin and, once stdin ends,
-kills those of them that are still there. A pipe ends however its writer dies, and a paused process cannot watch for
-itself.
+kills those of them that are still there and removes Ray's file that names their cluster. A pipe ends however its writer
+dies, and a paused process cannot watch for itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from app.launch.current_cluster import clear_ended_cluster
 from deployments.host.processes import parents, stat
 
 GUARD_TIMEOUT_S = 20.0
@@ -94,7 +95,10 @@ def resume(pids: Iterable[int]) -> None:
 
 
 class Guard:
-    """Kills the processes that it was told of when it is closed, or when this process ends in any way."""
+    """Kills the processes that it was told of when it is closed, or when this process ends in any way.
+
+    Then Ray's file that names the current cluster is removed if that cluster has ended.
+    """
 
     def __init__(self) -> None:
         # In a session of its own, so that Ctrl-C does not end the guard before those it guards.
@@ -127,10 +131,13 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _guard() -> None:
-    for line in sys.stdin.readlines():
-        pid, when = line.split()
-        if began(int(pid)) == when:  # else the number is somebody else's by now
-            _signal([int(pid)], signal.SIGKILL)
+    watched = {int(pid): when for pid, when in map(str.split, sys.stdin.readlines())}
+    deadline = time.monotonic() + GUARD_TIMEOUT_S / 2
+    # A number whose process began at another time belongs to another process by now.
+    while (left := [pid for pid, when in watched.items() if began(pid) == when]) and time.monotonic() < deadline:
+        _signal(left, signal.SIGKILL)
+        time.sleep(0.1)
+    clear_ended_cluster()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ray.serve import Application
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
 
-from app.launch.config import LaunchError, load_config, model_of
+from app.launch.config import LaunchError, load_config, model_of, with_surge
 from app.main import NO_LIMIT, build
 from configs.schema import BatonConfig, Section
 from deployments.engine.build import environment
@@ -292,6 +292,18 @@ def test_an_update_starts_successors_first_and_everything_has_its_time_to_end(pa
         if name != "session-manager":
             drain_s = config.placement.drain_s if name in config.pools else config.ingress.drain_s
             assert options.graceful_shutdown_timeout_s > drain_s, "Serve kills what has not ended by then"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path.stem.startswith(("cpu", "mock"))], ids=lambda p: p.stem
+)
+def test_a_configuration_for_cpus_fits_two_of_them_with_a_successor_of_everything(path: Path) -> None:
+    """`serve run` starts a Ray with the machine's CPUs. Serve's controller and proxy ask for none."""
+    asked = 0.0
+    for deployment in deployments(build(BatonConfig.model_validate(arguments(path)))).values():
+        replicas = with_surge(deployment.num_replicas, deployment._deployment_config.max_surge_percent)
+        asked += replicas * deployment.ray_actor_options["num_cpus"]
+    assert 0 < round(asked, 4) <= 2
 
 
 def test_pools_of_one_application_may_be_unlike() -> None:

@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from app.launch import launcher as launch
-from app.launch import local_ray
 from app.launch.config import (
     LaunchError,
     base_url,
@@ -30,7 +29,8 @@ from app.launch.config import (
     parse_address,
     with_model,
 )
-from app.launch.local_ray import RayPorts, descendants, free_port, port_answers, port_is_free, start_command
+from app.launch.local_ray import descendants, start_command
+from app.launch.ports import RayPorts, free_port, port_answers, port_is_free
 from app.launch.serve_api import ServeApi, ServeApiError, progress
 from configs.schema import BatonConfig
 
@@ -222,32 +222,6 @@ def test_a_busy_port_is_said_before_anything_starts(
     assert port_is_free("127.0.0.1", port)
 
 
-def test_a_free_port_is_given_to_nobody_else() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        chosen_by_the_system = server.getsockname()[1]
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert first <= chosen_by_the_system <= last
-    ports = {free_port("127.0.0.1") for _ in range(50)}
-    assert not ports & set(range(first, last + 1)), "nor by the system to whoever wants any"
-    assert ports <= set(range(20_000, 22_000)), "nor by Ray to its workers, nor by Serve to ingresses"
-    assert len(ports) == 50
-
-
-def test_a_free_port_is_given_to_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = free_port("127.0.0.1")
-    few = range(given, given + 2)
-    ask = f"""
-from app.launch import local_ray
-local_ray._GIVEN_TO_NOBODY = {few!r}
-print(local_ray.free_port("127.0.0.1"))
-"""
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=60)
-    assert int(done.stdout) != given
-    monkeypatch.setattr(local_ray, "_GIVEN_TO_NOBODY", few)
-    assert free_port("127.0.0.1", {given + 1}) not in few
-
-
 def test_one_port_for_two_purposes_is_said_before_anything_starts(
     config_path: Path, capsys: pytest.CaptureFixture[str], signals_restored: None
 ) -> None:
@@ -255,18 +229,6 @@ def test_one_port_for_two_purposes_is_said_before_anything_starts(
     ports = ["--port", str(http), "--ray-port", str(ray), "--dashboard-port", str(ray)]
     assert launch.main(["--config", str(config_path), *ports]) == 1
     assert f"PORT {http}, RAY_PORT {ray} and DASHBOARD_PORT {ray} must be three ports" in capsys.readouterr().err
-
-
-def test_a_port_that_is_busy_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        busy = server.getsockname()[1]
-        monkeypatch.setattr(local_ray, "_GIVEN_TO_NOBODY", range(busy, busy + 1))
-        monkeypatch.setattr(local_ray, "_chosen_by_the_system", lambda: range(busy + 1, 65536))
-        assert free_port("127.0.0.1") != busy
-    monkeypatch.setattr(local_ray, "_chosen_by_the_system", lambda: range(1024, 65536))
-    assert port_is_free("127.0.0.1", free_port("127.0.0.1")), "where the system chooses from all"
 
 
 @pytest.fixture
@@ -290,12 +252,13 @@ _OWNER = f"""
 import os, sys, time
 from pathlib import Path
 from app.launch import local_ray
+from app.launch.ports import RayPorts
 local_ray.start_command = lambda ports, cpus: [sys.executable, "-c", {_STUBBORN!r}]
 log = Path(sys.argv[1])
-ray = local_ray.LocalRay(local_ray.RayPorts("127.0.0.1", 1, 2), 1, log, os.environ)
+ray = local_ray.LocalRay(RayPorts("127.0.0.1", 1, 2), 1, log, os.environ)
 while "up" not in log.read_text():
     time.sleep(0.05)
-print(*local_ray.descendants(os.getpid()), flush=True)
+print(*ray._descendants(), flush=True)
 if sys.argv[2] == "stalled":  # the whole budget is gone before the first look
     local_ray.KILL_TIMEOUT_S = 0.0
 if sys.argv[2] != "kill":

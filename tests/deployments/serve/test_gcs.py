@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app.launch.local_ray import LOOPBACK_ONLY, RayPorts, port_answers, start_command
+from app.launch.local_ray import LOOPBACK_ONLY, start_command
+from app.launch.ports import RayPorts, port_answers
 from app.launch.serve_api import ServeApiError
 from deployments.host.processes import descendants
 from load_tests.harness.application import ROOT, Application, free_port

@@ -1,0 +1,73 @@
+"""The guard of a Ray that the launcher starts: it clears everything away, also when the launcher is killed.
+
+`python -m app.launch.ray_guard NAME=VALUE`: every process of that Ray has this variable in its environment. The guard
+reads stdin, a pipe, which ends when its writer ends in any way. Then the guard waits for those processes to end, kills
+what is left of them, and removes Ray's file that names their cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from app.launch.current_cluster import clear_ended_cluster
+
+END_TIMEOUT_S, KILL_TIMEOUT_S = 20.0, 5.0
+
+
+class RayGuard:
+    """A guard in a process and a session of its own: a Ctrl-C in the terminal does not reach it."""
+
+    def __init__(self, mark: str) -> None:
+        """`mark`: the NAME=VALUE that the environment of every guarded process has."""
+        command = [sys.executable, "-m", "app.launch.ray_guard", mark]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Let the guard do its work now, and wait for it. Returns in bounded time."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S + 2 * KILL_TIMEOUT_S)
+
+
+def marked(mark: str) -> set[int]:
+    """Live processes, except this one, whose environment has `mark`."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+    return found
+
+
+def main(mark: str) -> None:
+    """Wait for the end of stdin, then clear away what is left."""
+    sys.stdin.read()
+    _wait_until_gone(mark, END_TIMEOUT_S)
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _wait_until_gone(mark, KILL_TIMEOUT_S)
+    clear_ended_cluster()
+
+
+def _wait_until_gone(mark: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

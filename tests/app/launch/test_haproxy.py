@@ -57,7 +57,7 @@ def test_serves_own_configuration_has_the_lines_that_the_script_knows(tmp_path: 
 def test_it_is_for_a_ray_of_our_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.launch.launcher.port_answers", lambda *where: True)
     monkeypatch.setattr("app.launch.serve_api.ServeApi.answers", lambda api: True)
-    monkeypatch.setattr("app.launch.launcher.signal.signal", lambda *handler: None)
+    monkeypatch.setattr("app.launch.interrupts.signal.signal", lambda *handler: None)
     assert main(["--config", "configs/mock.yaml", "--proxy", "haproxy"]) == 1
     assert "RAY_SERVE_ENABLE_HA_PROXY" in capsys.readouterr().err
 

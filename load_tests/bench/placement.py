@@ -97,19 +97,21 @@ class Cluster:
         """Half of the prefixes on one replica, half on two. Returns bytes per block."""
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
-        self.allocator.index = PrefixIndex()
+        self.allocator.predictors.index = PrefixIndex()
         for number, prefix in enumerate(self.prefixes):
             for info in self.rng.sample(self.infos, 1 + number % 2):
                 self._store(info, prefix)
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return (after - before) / max(1, len(self.allocator.index))
+        return (after - before) / max(1, len(self.allocator.predictors.index))
 
     def _store(self, info: ReplicaInfo, hashes: tuple[int, ...]) -> None:
         sequence = self.sequences[info.replica_id] = self.sequences[info.replica_id] + 1
         # Integers of their own, as they come off the wire: the index cannot count on ours.
         stored = tuple(int.from_bytes(each.to_bytes(8, "little"), "little") for each in hashes)
-        self.allocator.index.apply(info.replica_id, CacheChange(sequence, stored, (), sequence == 1), self.now_s)
+        self.allocator.predictors.index.apply(
+            info.replica_id, CacheChange(sequence, stored, (), sequence == 1), self.now_s
+        )
 
     def report(self, info: ReplicaInfo) -> None:
         self.versions += 1

@@ -26,7 +26,7 @@ from deployments.fleet.view import View
 from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
 from deployments.policy.admission.fair_queue import Line, Waiter
-from deployments.policy.placement.place import claimed
+from deployments.policy.placement.field import claimed
 
 OVERTAKING_DEPTH = 64
 """How many may be tried before a pass gives up, divided among the classes that wait: bounds the work of one pass."""

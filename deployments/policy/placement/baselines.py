@@ -12,8 +12,9 @@ import numpy as np
 
 from deployments.fleet.columns import Flags, Numbers
 from deployments.messages import Role
+from deployments.policy.placement.choice import Choice, Policy
+from deployments.policy.placement.field import Field
 from deployments.policy.placement.joint import Joint
-from deployments.policy.placement.place import Choice, Field, Policy
 
 Score = Callable[[Field, Role], Numbers]
 Pick = Callable[[Field, Role, Flags], int]

@@ -13,7 +13,8 @@ import numpy as np
 
 from deployments.fleet.columns import Codes, Columns, Flags, Numbers
 from deployments.messages import Role
-from deployments.policy.placement.place import Choice, Field, near_s
+from deployments.policy.placement.choice import Choice, near_s
+from deployments.policy.placement.field import Field
 
 CANDIDATES = 16
 """The best of each side that are paired."""

@@ -26,8 +26,9 @@ from deployments.messages import (
 )
 from deployments.policy.admission.breakers import FIRST_S
 from deployments.policy.admission.retry_budget import LEAST, RETRY_BUDGET
-from deployments.policy.allocator import TRUSTED_STEPS, Allocator
+from deployments.policy.allocator import Allocator
 from deployments.policy.placement.split import ANY, ONE_ENGINE
+from deployments.policy.predictors import TRUSTED_STEPS
 
 BLOCK = 16
 PRIOR = (5e-3, 1e-4, 0.0, 1e-4, 1e-7)
@@ -132,7 +133,7 @@ def test_what_a_replica_has_cached_is_not_expected_of_it_again() -> None:
     report(allocator, d0, 2, cache=CacheChange(1, hashes[:50], (), True))
     placement = admitted(allocator, ask("a", 1616, hashes=hashes, allowed=(Mode.DISAGGREGATED,)))
     assert placement.cached_tokens == 960
-    assert allocator.index.expected == 2 * 50, "what both have"
+    assert allocator.predictors.index.expected == 2 * 50, "what both have"
 
 
 def test_an_affinity_goes_back_to_its_replicas() -> None:
@@ -384,8 +385,8 @@ def test_what_is_learned_while_somebody_waits_counts_for_them_too() -> None:
     ((_, decision),) = allocator.answers(1.0)
     assert isinstance(decision, Admit)
     assert decision.placement.forecast.prefill_s == pytest.approx(3 * first.forecast.prefill_s, rel=0.2)
-    columns = allocator.fleet.live(1.0, allocator._coefficients).columns(Role.PREFILL)
-    assert columns.coefficients["prefill"] == allocator.models["prefill"].coefficients
+    columns = allocator.fleet.live(1.0, allocator.predictors.coefficients(1.0)).columns(Role.PREFILL)
+    assert columns.coefficients["prefill"] == allocator.predictors.models["prefill"].coefficients
 
 
 # ---- moves

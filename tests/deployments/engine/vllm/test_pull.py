@@ -105,7 +105,7 @@ async def test_both_sides_tell_what_their_steps_computed(cluster: RealEngines, m
 async def test_the_manager_learns_what_both_sides_cache(cluster: RealEngines) -> None:
     asked = prompt(300)
     await cluster.answer(asked, max_tokens=3)
-    index = cluster.manager._allocator.index
+    index = cluster.manager._allocator.predictors.index
 
     async def is_confirmed() -> bool:
         return not index.expected

@@ -9,8 +9,8 @@ import pytest
 from deployments.fleet.columns import Flags
 from deployments.messages import Mode, Role, SessionRequest
 from deployments.policy.placement.estimates import MANY, Outlook
+from deployments.policy.placement.field import Field
 from deployments.policy.placement.joint import Joint
-from deployments.policy.placement.place import Field
 from load_tests.bench.placement import Cluster
 
 DECISIONS = 400
@@ -43,7 +43,7 @@ class Asking(Cluster):
 @pytest.mark.parametrize("shared_blocks", [0, 4])
 def test_it_is_never_more_than_what_one_replica_costs(shared_blocks: int) -> None:
     cluster, policy = Asking(24, 2000, 50, seed=3, shared=shared_blocks), Checked()
-    cluster.allocator._policy = policy
+    cluster.allocator.decider.policy = policy
     modes = set()
     for _ in range(DECISIONS):
         cluster.decide()
@@ -62,7 +62,7 @@ def test_hits_on_few_replicas_and_on_all_are_predicted_as_one_by_one(shared_bloc
     for _ in range(20):
         request, view = cluster.request(), cluster.allocator._live(cluster.now_s)
         columns = view.columns(Role.DECODE)
-        outlook = Outlook(request, columns, cluster.allocator._knowledge(request), cluster.now_s)
+        outlook = Outlook(request, columns, cluster.allocator.predictors.knowledge(request), cluster.now_s)
         found = zip(outlook.hit_rows, outlook.hit_tokens, outlook.hit_prefill_s, outlook.hit_beside_s, strict=True)
         for row, cached, prefill_s, beside_s in found:
             steps, kind = columns.of_kind(int(columns.kind[row]))

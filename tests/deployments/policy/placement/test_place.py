@@ -27,8 +27,8 @@ from deployments.messages import (
     SessionRequest,
 )
 from deployments.policy.placement.estimates import Limits
+from deployments.policy.placement.field import PlacementSettings, claimed
 from deployments.policy.placement.joint import Joint
-from deployments.policy.placement.place import PlacementSettings, claimed
 from deployments.policy.placement.place import place as place_by
 from deployments.policy.placement.split import ANY
 

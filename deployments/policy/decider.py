@@ -1,0 +1,168 @@
+"""One request before the fleet: where it is placed, whether it waits, or why it is refused early. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from configs.schema import BatonConfig
+from deployments.fleet.view import View
+from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
+from deployments.policy.admission.classes import PriorityClass, PriorityClasses
+from deployments.policy.admission.objectives import times, verdict
+from deployments.policy.chance import Chance
+from deployments.policy.placement.baselines import POLICIES
+from deployments.policy.placement.estimates import Knowledge, Limits
+from deployments.policy.placement.field import PlacementSettings, claimed
+from deployments.policy.placement.place import place
+
+NEW_GAP = 0.05
+"""The weight of the newest gap in the mean gap: one that is more than some 20 placements old hardly counts."""
+
+
+@dataclass(slots=True)
+class OpenSession:
+    """A request that waits or is placed. `knowledge`: what was known of it when it arrived, at `since_s`."""
+
+    request: SessionRequest
+    knowledge: Knowledge
+    since_s: float
+
+
+@dataclass(slots=True)
+class Tried:
+    """What one pass over the waiting requests has tried: `why` a request of `none_for_tokens` tokens found no room.
+
+    A request that needs as many tokens or more finds none either, so the pass does not try it.
+    """
+
+    none_for_tokens: float = math.inf
+    why: Queue | None = None
+
+
+@dataclass(slots=True)
+class _Flow:
+    """How fast waiting requests are placed: the mean time from one to the next, in which old gaps fade."""
+
+    last_s: float | None = None
+    gap_s: float | None = None
+
+    def placed(self, now_s: float) -> None:
+        """A waiting request was placed."""
+        if self.last_s is not None:
+            gap_s = now_s - self.last_s
+            self.gap_s = gap_s if self.gap_s is None else (1.0 - NEW_GAP) * self.gap_s + NEW_GAP * gap_s
+        self.last_s = now_s
+
+    def wait_s(self, ahead: int) -> float:
+        """The predicted wait behind so many others; 0 while nothing is known."""
+        return 0.0 if self.gap_s is None else ahead * self.gap_s
+
+
+class Decider:
+    """Places with the configured policy, and refuses early what cannot meet its class. `rng` decides between equals."""
+
+    def __init__(self, config: BatonConfig, rng: Chance) -> None:
+        self._config, self._rng = config.placement, rng
+        self.settings = settings_of(config)
+        self.policy = POLICIES[config.placement.policy]()
+        self.classes = PriorityClasses.of(config.placement)
+        self._flow = _Flow()
+
+    def decide(self, session: OpenSession, view: View, now_s: float) -> Decision:
+        """Where a session goes now, or why it must wait or is refused.
+
+        A session that is placed again is not refused early: it was admitted once.
+        """
+        request = session.request
+        priority = self.classes.resolve(request.priority)
+        objectives = (priority.ttft_s or math.inf, priority.tpot_s or math.inf)
+        decision = place(request, view, self.settings, self.policy, self._rng, session.knowledge, objectives)
+        if not isinstance(decision, Admit) or not self._config.admission or request.attempt > 1:
+            return decision
+        refusal = verdict(
+            decision.placement.forecast,
+            priority,
+            now_s - session.since_s,
+            slack=self._config.admission_slack,
+            max_retry_after_s=self._config.queue_timeout_s,
+        )
+        return refusal or decision
+
+    def claimed(self, request: SessionRequest, view: View) -> str | None:
+        """The replica that a request claims when it has waited for long; see `field.claimed`."""
+        return claimed(request, view, self.settings.limits)
+
+    def placed_from_queue(self, now_s: float) -> None:
+        """A waiting request was placed."""
+        self._flow.placed(now_s)
+
+    def refuse_queueing(self, session: OpenSession, ahead: int) -> Reject | None:
+        """The refusal of a request whose predicted wait behind `ahead` others is longer than its class allows.
+
+        A session that is placed again is not refused so: it was admitted once.
+        """
+        if session.request.attempt > 1:
+            return None
+        priority = self.classes.resolve(session.request.priority)
+        wait_s = self._flow.wait_s(ahead)
+        if not self._config.admission or wait_s <= self._ttft_limit_s(priority):
+            return None
+        reason = (
+            f"predicted wait {wait_s:.1f} s behind {ahead} others, over {self._ttft(priority)} of class {priority.name}"
+        )
+        return Reject(reason, min(max(wait_s, 1.0), self._config.queue_timeout_s), code="predicted_ttft")
+
+    def try_again(self, session: OpenSession, view: View, tried: Tried, now_s: float, retry_after_s: float) -> Decision:
+        """Where a waiting session goes now, if anywhere. `tried`: of this pass; it is brought up to date."""
+        request = session.request
+        tokens = request.prompt_tokens + request.max_tokens
+        if tried.why is not None and tokens >= tried.none_for_tokens and not self.settings.limits:
+            return self._refuse_waiting(session, tried.why, now_s, retry_after_s) or tried.why
+        decision = self.decide(session, view, now_s)
+        if not isinstance(decision, Queue):
+            return decision
+        tried.none_for_tokens, tried.why = min(tokens, tried.none_for_tokens), decision
+        return self._refuse_waiting(session, decision, now_s, retry_after_s) or decision
+
+    def _refuse_waiting(self, session: OpenSession, why: Queue, now_s: float, retry_after_s: float) -> Reject | None:
+        """The refusal of a request that has waited for longer than its class allows for the first token.
+
+        `why`: why it still cannot be placed. A session that is placed again is not refused so: it was admitted once.
+        """
+        if session.request.attempt > 1:
+            return None
+        priority = self.classes.resolve(session.request.priority)
+        waited_s, limit_s = now_s - session.since_s, self._ttft_limit_s(priority)
+        trusted = self._config.admission and session.knowledge.trusted and not why.unavailable
+        if not trusted or waited_s <= limit_s:
+            return None
+        reason = f"waited {waited_s:.1f} s, over {self._ttft(priority)} of class {priority.name}: {why.reason}"
+        return Reject(reason, retry_after_s, code="predicted_ttft")
+
+    def _ttft(self, priority: PriorityClass) -> str:
+        return f"{times(self._config.admission_slack)}the {priority.ttft_s:g} s TTFT"
+
+    def _ttft_limit_s(self, priority: PriorityClass) -> float:
+        return math.inf if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s
+
+
+def settings_of(config: BatonConfig) -> PlacementSettings:
+    """What placement takes from the configuration."""
+    placement = config.placement
+    limits = {
+        name: Limits(pool.min_prompt_tokens, pool.max_prompt_tokens, frozenset(pool.classes), frozenset(pool.adapters))
+        for name, pool in config.pools.items()
+        if pool.min_prompt_tokens or pool.max_prompt_tokens or pool.classes or pool.adapters
+    }
+    return PlacementSettings(
+        split_min_prompt_tokens=placement.split_min_prompt_tokens,
+        handoff_timeout_s=config.channel.handoff_timeout_s,
+        session_timeout_s=placement.session_timeout_s,
+        max_retry_after_s=placement.queue_timeout_s,
+        split_always=placement.split == "always",
+        prefill_queue_s=placement.prefill_queue_s,
+        weights=placement.weights,
+        limits=limits,
+        moves=config.channel.kind != "vllm",
+    )

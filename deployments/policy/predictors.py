@@ -1,0 +1,100 @@
+"""Everything that is learned of requests and replicas, and what it says of one request when it arrives. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from deployments.fleet.columns import UNKNOWN
+from deployments.messages import ReplicaInfo, SessionRequest, StepSample
+from deployments.policy.placement.estimates import Knowledge
+from deployments.policy.prediction.answer_length import LengthPredictor
+from deployments.policy.prediction.prefix_index import PrefixIndex
+from deployments.policy.prediction.step_time import StepModel
+from deployments.step_cost import Coefficients
+
+TRUSTED_STEPS = 64
+"""The steps of a pool that must have been seen before requests are refused by its predicted times."""
+
+LEARN_EVERY_S = 0.1
+"""The least time between two changes of the coefficients that placement uses: each change updates every replica's
+row."""
+
+AFFINITIES = 65_536
+"""The most affinity keys that are remembered; the one used longest ago is forgotten first."""
+
+
+class Predictors:
+    """The prefix index, the length of answers, the time of steps, and the replicas of each affinity key.
+
+    `link_bytes_per_s`: between two replicas; 0 where it is not known. `models`: by pool. The model of a pool starts
+    from what its first replica reports of its hardware.
+    """
+
+    def __init__(self, link_bytes_per_s: float) -> None:
+        self.index = PrefixIndex()
+        self.lengths = LengthPredictor()
+        self.models: dict[str, StepModel] = {}
+        self._link_bytes_per_s = link_bytes_per_s
+        self._coefficients: dict[str, Coefficients] = {}
+        self._learned_s = -LEARN_EVERY_S
+        self._affinities: OrderedDict[str, frozenset[str]] = OrderedDict()
+
+    def knowledge(self, request: SessionRequest) -> Knowledge:
+        """What is known of a request now. The prediction of its length is remembered, to be judged at its end."""
+        length = self.lengths.predict(request)
+        return Knowledge(
+            hits=self.index.hits(request.hashes) if request.hashes else {},
+            output_tokens=length.mean,
+            trusted=frozenset(pool for pool, model in self.models.items() if model.count >= TRUSTED_STEPS),
+            pinned=self._affinities.get(request.affinity, frozenset()) if request.affinity else frozenset(),
+            link_bytes_per_s=self._link_bytes_per_s,
+        )
+
+    def learn_steps(self, info: ReplicaInfo, steps: Sequence[StepSample]) -> None:
+        """Learn from the steps that a replica reports. A pool has coefficients once they are more than a guess."""
+        model = self.models.get(info.pool)
+        if model is None:
+            model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else UNKNOWN)
+        for sample in steps:
+            model.observe(sample)
+        if info.pool not in self._coefficients and (info.prior or model.count >= TRUSTED_STEPS):
+            self._coefficients = {**self._coefficients, info.pool: model.coefficients}
+
+    def coefficients(self, now_s: float) -> Mapping[str, Coefficients]:
+        """What the steps of each pool take, as placement uses it: a new object only when it has changed."""
+        if not self._learned_s <= now_s < self._learned_s + LEARN_EVERY_S:
+            self._learned_s = now_s
+            newest = {pool: self.models[pool].coefficients for pool in self._coefficients}
+            self._coefficients = self._coefficients if newest == self._coefficients else newest
+        return self._coefficients
+
+    def steps_of(self, pool: str) -> Coefficients:
+        """What the steps of a pool take, by everything that it has reported."""
+        model = self.models.get(pool)
+        return model.coefficients if model else UNKNOWN
+
+    def placed(
+        self, request: SessionRequest, replica_ids: Collection[str], hits: Mapping[str, int], now_s: float
+    ) -> None:
+        """A request was placed on these replicas: they are about to cache its prompt, and its affinity names them."""
+        if request.hashes:
+            known = min(hits.get(replica_id, 0) for replica_id in replica_ids)
+            self.index.expect(sorted(replica_ids), request.hashes, now_s, known)
+        if request.affinity:
+            self._affinities[request.affinity] = frozenset(replica_ids)
+            self._affinities.move_to_end(request.affinity)
+            if len(self._affinities) > AFFINITIES:
+                self._affinities.popitem(last=False)
+
+    def describe(self) -> dict[str, Any]:
+        """What was learned and how good it is, for the status page.
+
+        `{"steps": {pool: {name_s: seconds, "seen", "trusted"}}, "lengths": {coverage and error}, "index_blocks"}`
+        """
+        steps = {
+            pool: model.coefficients._asdict() | {"seen": model.count, "trusted": model.count >= TRUSTED_STEPS}
+            for pool, model in self.models.items()
+        }
+        return {"steps": steps, "lengths": self.lengths.calibration(), "index_blocks": len(self.index)}

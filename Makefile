@@ -18,9 +18,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(EXTRA)
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
-PYTEST_FAST   := $(BIN)/python -m pytest -m "not engine and not serve and not slow" -n auto --maxprocesses 4
+PYTEST_FAST   := $(BIN)/python -m pytest -m "not engine and not serve and not slow" -n auto --maxprocesses 4 --durations=10
 # Two lines side by side (tests/conftest.py): engines, one group of them at a time, and what has none.
-PYTEST_REST   := $(BIN)/python -m pytest -m "engine or serve or slow" -n 2 --dist loadscope
+PYTEST_REST   := $(BIN)/python -m pytest -m "engine or serve or slow" -n 2 --dist loadscope --durations=10
 PROJECT_PINS  := pyproject.toml constraints.txt overrides.txt
 
 .PHONY: env serve test test-fast check docs format bench tune gpu-check clean help

@@ -1,7 +1,10 @@
 """The typed configuration of a Baton application: what `args:` of a `serve run` YAML may hold.
 
-Pydantic at the edge, frozen, `extra="forbid"`: a wrong key or value fails `serve run` with a message that names it.
-Cross-field rules live in one place, `BatonConfig._check`.
+A wrong key or value fails `serve run` with a message that names it. Rules between fields are in `configs/checks.py`.
+Every field has its description, unit and default here and nowhere else: `python -m configs.reference` prints the page.
+
+The file is longer than others, and `PlacementConfig` has more fields: Serve pickles these classes by path, so they stay
+in one module, and an existing YAML file keeps its keys.
 """
 
 from __future__ import annotations
@@ -11,66 +14,86 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from configs.checks import DEFAULT_CLASS, check_application
+
+__all__ = ["DEFAULT_CLASS"]
+
 
 class Section(BaseModel):
     """Base of every section: immutable, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
     """The model that every pool serves."""
 
-    source: str = Field(
-        "bundled:smollm2-135m-instruct",
-        description="`bundled:NAME`, a directory, or a Hugging Face name.",
-    )
-    name: str = Field("smollm2-135m-instruct", min_length=1, description="The name clients ask for.")
-    max_model_len: int = Field(2048, gt=0, description="Prompt plus answer, in tokens.")
+    source: str = "bundled:smollm2-135m-instruct"
+    """`bundled:NAME`, a directory, or a Hugging Face name."""
+    name: str = Field("smollm2-135m-instruct", min_length=1)
+    """The name that clients ask for."""
+    max_model_len: int = Field(2048, gt=0)
+    """Prompt plus answer, in tokens."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    cache_dir: Path | None = Field(
-        None, description="Where converted checkpoints go; default: `.cache/models` of the repository."
-    )
+    """The data type of weights and activations; `auto`: the checkpoint's."""
+    cache_dir: Path | None = None
+    """The folder of converted checkpoints; null: `.cache/models` of the repository."""
 
 
 class VllmEngineConfig(Section):
     """A vLLM V1 engine core. Anything not named here goes into `engine_args`."""
 
     kind: Literal["vllm"] = "vllm"
-    block_size: int = Field(128, ge=16, le=256, description="Tokens per KV block.")
-    kv_cache_memory_bytes: int | None = Field(
-        None, gt=0, description="KV memory per worker in bytes; none: vLLM decides by gpu_memory_utilization."
-    )
-    max_model_len: int | None = Field(
-        None, gt=0, description="Prompt plus answer that this pool takes; default: the model's."
-    )
-    max_num_seqs: int = Field(16, gt=0, description="Sessions that one replica runs at once.")
-    max_num_batched_tokens: int | None = Field(None, gt=0, description="Tokens per step: the prefill chunk size.")
+    """The real engine: one vLLM engine core per replica."""
+    block_size: int = Field(128, ge=16, le=256)
+    """Tokens per KV block: a power of two."""
+    kv_cache_memory_bytes: int | None = Field(None, gt=0)
+    """KV memory per worker, in bytes; null: vLLM decides by `gpu_memory_utilization`."""
+    max_model_len: int | None = Field(None, gt=0)
+    """Prompt plus answer that this pool takes, in tokens; null: the model's."""
+    max_num_seqs: int = Field(16, gt=0)
+    """Sessions that one replica runs at once."""
+    max_num_batched_tokens: int | None = Field(None, gt=0)
+    """Tokens per step, which is the prefill chunk; null: vLLM's default. On decode, one prompt takes half of what
+    the running sequences leave (`engine_args: {long_prefill_token_threshold: N}` sets another bound, 0 none)."""
     tensor_parallel_size: int = Field(1, gt=0)
+    """Workers per replica. Pools may differ where the heads of a block lie one behind the other."""
     enforce_eager: bool = True
+    """True: nothing is compiled. False: piecewise CUDA graphs on a GPU; on CPU the model is compiled, which takes
+    minutes at the first start."""
     quantization: str | None = None
+    """vLLM's name of a weight quantisation, such as `fp8`; null: none."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    omp_threads: int = Field(1, gt=0, description="OpenMP threads per worker on CPU.")
-    engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="The labelled escape: passed to vLLM's AsyncEngineArgs as they are."
-    )
+    """The share of a GPU's memory that the engine takes; null: vLLM's default."""
+    omp_threads: int = Field(1, gt=0)
+    """OpenMP threads per worker on CPU."""
+    engine_args: dict[str, Any] = {}
+    """The escape: more of vLLM's `AsyncEngineArgs`. A key that Baton sets is refused."""
 
 
 class MockEngineConfig(Section):
     """A paced double of the engine core, for tests of the control plane and for scale. Not a language model."""
 
     kind: Literal["mock"] = "mock"
-    block_size: int = Field(16, ge=1, description="Tokens per KV block.")
+    """The mock engine, which computes no language model."""
+    block_size: int = Field(16, ge=1)
+    """Tokens per KV block."""
     num_blocks: int = Field(1024, gt=0)
+    """KV blocks; they must hold `model.max_model_len` tokens."""
     max_num_seqs: int = Field(64, gt=0)
+    """Sessions that one replica runs at once."""
     max_num_batched_tokens: int = Field(2048, gt=0)
+    """Tokens per step."""
     num_layers: int = Field(4, gt=0)
+    """Layers of the pretended model."""
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)
-    step_s: float = Field(0.005, ge=0, description="Seconds that a step costs, whatever is in it.")
-    computes: bool = Field(
-        True, description="False: no KV is computed or read, so a step costs hardly any CPU; tokens are then all alike."
-    )
+    """The pace of prefill, in tokens per second."""
+    step_s: float = Field(0.005, ge=0)
+    """Seconds that a step takes, whatever it holds."""
+    computes: bool = True
+    """False: the engine neither computes nor reads KV, so a step costs hardly any CPU; all tokens are then alike."""
     seed: int = 0
+    """Tokens are a function of it and of the KV in the blocks."""
 
 
 EngineConfig = Annotated[VllmEngineConfig | MockEngineConfig, Field(discriminator="kind")]
@@ -80,35 +103,40 @@ class ResourcesConfig(Section):
     """What one replica of a pool takes from the Ray cluster."""
 
     num_cpus: float = Field(1.0, ge=0)
+    """Logical CPUs of a replica."""
     num_gpus: float = Field(0.0, ge=0)
-    accelerator_type: str | None = Field(None, description="A Ray accelerator type, for example H100, A100 or L40S.")
-    custom: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources.")
+    """GPUs of a replica: at least `engine.tensor_parallel_size` on a GPU node."""
+    accelerator_type: str | None = None
+    """A Ray accelerator type, such as H100, A100 or L40S; null: any."""
+    custom: dict[str, float] = {}
+    """Custom Ray resources, by name."""
 
 
 class PoolConfig(Section):
     """One pool of like replicas: a Serve deployment of its own."""
 
-    replicas: int | None = Field(None, gt=0, description="A fixed count; default 1 when there is no autoscaling.")
-    autoscaling: dict[str, Any] | None = Field(
-        None, description="Ray Serve's autoscaling_config, instead of `replicas`."
-    )
-    surge_percent: int = Field(
-        25,
-        ge=0,
-        le=100,
-        description="Extra replicas in an update, at least one; 0: an old one stops before its successor starts.",
-    )
+    replicas: int | None = Field(None, gt=0)
+    """A fixed number of replicas; null: 1, unless `autoscaling` is set."""
+    autoscaling: dict[str, Any] | None = None
+    """Ray Serve's `autoscaling_config`, instead of `replicas`."""
+    surge_percent: int = Field(25, ge=0, le=100)
+    """Extra replicas during an update, in percent, rounded up; 0: an old replica stops before its successor starts."""
     resources: ResourcesConfig = ResourcesConfig()
+    """What one replica takes from the Ray cluster."""
     engine: EngineConfig = VllmEngineConfig()
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the replica's process.")
-    device: str | None = Field(
-        None,
-        description="The device whose data sheet gives the first guess of speed; default: accelerator_type.",
-    )
-    min_prompt_tokens: int = Field(0, ge=0, description="Shorter prompts go to other pools.")
-    max_prompt_tokens: int | None = Field(None, gt=0, description="Longer prompts go to other pools; none: no limit.")
-    classes: tuple[str, ...] = Field((), description="The priority classes that this pool serves; empty: all.")
-    adapters: tuple[str, ...] = Field((), description="The LoRA adapters that this pool serves; empty: any.")
+    """The engine: `kind: vllm` or `kind: mock`. Kind and block size are the same in every pool."""
+    env: dict[str, str] = {}
+    """Environment variables of the replica's process; they win over Baton's own."""
+    device: str | None = None
+    """The device whose data sheet gives the first guess of this pool's speed; null: `resources.accelerator_type`."""
+    min_prompt_tokens: int = Field(0, ge=0)
+    """Shorter prompts go to other pools, in tokens."""
+    max_prompt_tokens: int | None = Field(None, gt=0)
+    """Longer prompts go to other pools, in tokens; null: no limit."""
+    classes: tuple[str, ...] = ()
+    """The priority classes that this pool serves; empty: all."""
+    adapters: tuple[str, ...] = ()
+    """The LoRA adapters that this pool serves; empty: any."""
 
     @model_validator(mode="after")
     def _one_way_to_size(self) -> PoolConfig:
@@ -124,39 +152,42 @@ class PoolConfig(Section):
 class PacingConfig(Section):
     """What a prefill worker may have under way at once. A write over a limit goes alone."""
 
-    peer_bytes: int = Field(64 * 1024 * 1024, gt=0, description="Bytes outstanding to one decode worker.")
-    peer_descriptors: int = Field(8192, gt=0, description="Blocks of a layer outstanding to one decode worker.")
-    device_bytes: int = Field(256 * 1024 * 1024, gt=0, description="Bytes outstanding over all peers.")
-    device_descriptors: int = Field(32768, gt=0, description="Blocks of a layer outstanding over all peers.")
-    bytes_per_s: float | None = Field(None, gt=0, description="The most that one worker sends; none: no limit.")
+    peer_bytes: int = Field(64 * 1024 * 1024, gt=0)
+    """Bytes outstanding to one decode worker."""
+    peer_descriptors: int = Field(8192, gt=0)
+    """Descriptors (a block of a layer each) outstanding to one decode worker."""
+    device_bytes: int = Field(256 * 1024 * 1024, gt=0)
+    """Bytes outstanding over all peers."""
+    device_descriptors: int = Field(32768, gt=0)
+    """Descriptors outstanding over all peers."""
+    bytes_per_s: float | None = Field(None, gt=0)
+    """The most that one worker sends, in bytes per second; null: no limit."""
 
 
 class ChannelConfig(Section):
     """How KV blocks move from prefill to decode memory."""
 
-    kind: Literal["nixl", "vllm", "in_process"] = Field(
-        "nixl", description="`nixl`: ours. `vllm`: vLLM's own NIXL connector, where ours does not carry the layout."
-    )
+    kind: Literal["nixl", "vllm", "in_process"] = "nixl"
+    """`nixl`: Baton's channel. `vllm`: vLLM's own NIXL connector, for layouts that Baton's channel does not carry.
+    `in_process`: mock engines of one process only."""
     backend: Literal["UCX"] = "UCX"
-    transports: str | None = Field(
-        None, description="UCX_TLS of the workers, for example `rc,cuda_copy,cuda_ipc`; none: UCX decides."
-    )
-    net_devices: str | None = Field(
-        None,
-        description="UCX_NET_DEVICES of the workers, for example `mlx5_0:1`; none: UCX decides. One pool's own: `env`.",
-    )
+    """NIXL's backend."""
+    transports: str | None = None
+    """`UCX_TLS` of the workers, such as `rc,cuda_copy,cuda_ipc`; null: UCX decides."""
+    net_devices: str | None = None
+    """`UCX_NET_DEVICES` of the workers, such as `mlx5_0:1`; null: UCX decides. One pool's own value goes into its
+    `env`."""
     pacing: PacingConfig = PacingConfig()
-    link_bytes_per_s: float = Field(
-        10e9, gt=0, description="Expected bandwidth between two replicas: the first guess of what a transfer takes."
-    )
-    handoff_timeout_s: float = Field(
-        60.0, gt=0, description="From the offer of decode blocks until their KV must have landed."
-    )
-    secret: str | None = Field(
-        None,
-        description="Authenticates control messages between replicas; default: made from the Ray cluster's id.",
-    )
-    trace_dir: str | None = Field(None, description="Workers write a timeline of every handoff here, as JSON lines.")
+    """What a prefill worker may have under way at once."""
+    link_bytes_per_s: float = Field(10e9, gt=0)
+    """Expected bandwidth between two replicas, in bytes per second: the first guess of a transfer's time."""
+    handoff_timeout_s: float = Field(60.0, gt=0)
+    """Seconds from the offer of decode blocks until their KV must have landed."""
+    secret: str | None = None
+    """Seals control messages between the processes of a cluster; null: made once per Ray cluster and kept in its
+    store."""
+    trace_dir: str | None = None
+    """A folder in which workers write a timeline of every handoff, as JSON lines; null: none."""
 
 
 class ClassConfig(Section):
@@ -166,29 +197,40 @@ class ClassConfig(Section):
     nothing is refused for its predicted times.
     """
 
-    rank: int = Field(0, ge=0, description="Waiting requests of a lower rank go first; of one rank by deadline.")
-    weight: float = Field(1.0, gt=0, description="The share of a class with waiters that no rank takes from it.")
-    ttft_s: float | None = Field(None, gt=0, description="Objective: seconds until the first token.")
-    tpot_s: float | None = Field(None, gt=0, description="Objective: seconds from one token to the next.")
-    max_queued: int | None = Field(None, ge=0, description="More waiting requests of the class are refused.")
-
-
-DEFAULT_CLASS = "default"
-"""The one class there is where the configuration names none: no objectives."""
+    rank: int = Field(0, ge=0)
+    """Waiting requests of a lower rank go first; within a rank, the one that is due first. Every fourth place goes
+    by `weight`, whatever the rank."""
+    weight: float = Field(1.0, gt=0)
+    """The share of the class in the places that go by weight, and in those of its rank that no objective decides."""
+    ttft_s: float | None = Field(None, gt=0)
+    """Objective: seconds until the first token; null: none."""
+    tpot_s: float | None = Field(None, gt=0)
+    """Objective: seconds from one token to the next; null: none."""
+    max_queued: int | None = Field(None, ge=0)
+    """More waiting requests of the class are refused; null: only `max_queued_requests` counts."""
 
 
 class WeightsConfig(Section):
     """What a second of each kind counts when `joint` compares replicas, and what counts as equal."""
 
-    ttft: float = Field(1.0, ge=0, description="Until the first token.")
-    decode: float = Field(1.0, ge=0, description="Of the request's own decoding.")
-    others: float = Field(1.0, ge=0, description="That the request costs those who run beside it.")
-    later: float = Field(1.0, ge=0, description="Of a prefill queue: those who come later wait for this one as well.")
-    late: float = Field(10.0, ge=0, description="Over an objective of its class.")
-    memory_s: float = Field(0.2, ge=0, description="What a half full decode replica costs more than an empty one.")
-    pin_s: float = Field(5.0, ge=0, description="Seconds that a conversation's last replicas are worth.")
-    near_s: float = Field(0.002, ge=0, description="Costs so many seconds apart are equal, and chance decides.")
-    near_share: float = Field(0.01, ge=0, le=1, description="The same, as a share of the least cost.")
+    ttft: float = Field(1.0, ge=0)
+    """Weight of a second until the first token."""
+    decode: float = Field(1.0, ge=0)
+    """Weight of a second of the request's own decoding."""
+    others: float = Field(1.0, ge=0)
+    """Weight of a second that the request costs its neighbours on the replica."""
+    later: float = Field(1.0, ge=0)
+    """Weight of a second of prefill queue, for which later requests wait as well."""
+    late: float = Field(10.0, ge=0)
+    """Weight of a second over an objective of the request's class."""
+    memory_s: float = Field(0.2, ge=0)
+    """Seconds that a half full decode replica costs more than an empty one."""
+    pin_s: float = Field(5.0, ge=0)
+    """Seconds that the last replicas of the same conversation are worth."""
+    near_s: float = Field(0.002, ge=0)
+    """Costs that are fewer seconds apart count as equal, and chance decides."""
+    near_share: float = Field(0.01, ge=0, le=1)
+    """Costs that differ by a smaller share of the least cost count as equal, too."""
 
 
 class PlacementConfig(Section):
@@ -202,73 +244,86 @@ class PlacementConfig(Section):
         "least_tokens",
         "prefix_affinity",
         "overlap_cost",
-    ] = Field("joint", description="How replicas are chosen. All but `joint` are there to be compared with.")
-    admission: bool = Field(True, description="Refuse what is predicted to miss the objectives of its class.")
-    admission_slack: float = Field(
-        0.95, gt=0, description="A predicted time may be so many times its objective before the request is refused."
-    )
-    overcommit: float = Field(
-        1.0,
-        ge=1,
-        le=4,
-        description="KV that a decode replica may promise, in parts of what it has; 1.0: it never preempts.",
-    )
-    classes: dict[str, ClassConfig] = Field(default_factory=dict, description="Priority classes by name.")
-    default_class: str = Field(DEFAULT_CLASS, description="The class of a request that names none.")
+    ] = "joint"
+    """How replicas are chosen: `joint` weighs pairs by predicted time and memory. The others exist to be compared
+    with it."""
+    admission: bool = True
+    """Refuse at once what is predicted to miss the objectives of its class."""
+    admission_slack: float = Field(0.95, gt=0)
+    """A request is refused when a predicted time is over this multiple of its objective. At 1.0, half of those at
+    the edge are late."""
+    overcommit: float = Field(1.0, ge=1, le=4)
+    """KV that a decode replica may promise, as a multiple of what it has. At 1.0 it never preempts."""
+    classes: dict[str, ClassConfig] = {}
+    """Priority classes by name; empty: one class `default` without objectives."""
+    default_class: str = DEFAULT_CLASS
+    """The class of a request without the header `X-Baton-Class`."""
     weights: WeightsConfig = WeightsConfig()
-    split: Literal["auto", "always"] = Field(
-        "auto", description="`always`: whatever can be split is; `auto`: where that is expected to cost less."
-    )
-    prefill_queue_s: float | None = Field(
-        None, gt=0, description="A prefill replica with so much work ahead gets no more; none: its engine queues."
-    )
-    split_min_prompt_tokens: int = Field(
-        1, ge=1, description="Shorter prompts are prefilled by the decode replica itself."
-    )
-    queue_timeout_s: float = Field(30.0, gt=0, description="A request waits this long for capacity, then 429.")
+    """How `joint` compares replicas."""
+    split: Literal["auto", "always"] = "auto"
+    """`auto`: a request is split where that is expected to cost less. `always`: wherever it can be."""
+    prefill_queue_s: float | None = Field(None, gt=0)
+    """Seconds of work after which a prefill replica gets no more; null: its engine queues without limit."""
+    split_min_prompt_tokens: int = Field(1, ge=1)
+    """Shorter prompts are prefilled by the decode replica itself, in tokens."""
+    queue_timeout_s: float = Field(30.0, gt=0)
+    """Seconds that a request waits for capacity; then it gets 429, or 503 when no replica is up."""
     max_queued_requests: int = Field(1024, ge=0)
-    session_timeout_s: float = Field(600.0, gt=0, description="The longest a session may live.")
-    max_attempts: int = Field(4, ge=1, description="Placements of a session in a row that may come to nothing.")
+    """More waiting requests are refused at once with 429."""
+    session_timeout_s: float = Field(600.0, gt=0)
+    """The longest life of a session, in seconds."""
+    max_attempts: int = Field(4, ge=1)
+    """Placements of one session in a row that may come to nothing. One that gives more than a first token starts the
+    count anew."""
     snapshot_interval_s: float = Field(0.1, gt=0)
-    snapshot_stale_s: float = Field(5.0, gt=0, description="A replica silent for so long is not placed on.")
-    hang_timeout_s: float = Field(60.0, gt=0, description="An engine that does not move for so long is given up.")
-    drain_s: float = Field(
-        30.0,
-        gt=0,
-        description="A replica that is taken out has so long to end its sessions; at three quarters they move.",
-    )
-    ingress_lease_s: float = Field(
-        10.0, gt=0, description="The sessions of an ingress that does not answer for so long are ended."
-    )
+    """Seconds between two reports of a replica at least; once a second when nothing changes. With more than 50
+    replicas and `overcommit: 1.0`, all together report 500 times a second, and each once a second at least."""
+    snapshot_stale_s: float = Field(5.0, gt=0)
+    """Seconds without a report after which nothing is placed on a replica."""
+    hang_timeout_s: float = Field(60.0, gt=0)
+    """Seconds without a step or an answer after which an engine with sessions is given up: its sessions move, and
+    Serve replaces it."""
+    drain_s: float = Field(30.0, gt=0)
+    """Seconds that a stopping replica has. Its sessions may end in the first three quarters; then they move, and KV
+    that a peer still uses is waited for. Where the whole application stops, they may end in all of it."""
+    ingress_lease_s: float = Field(10.0, gt=0)
+    """Seconds without an answer from an ingress after which its sessions end on a replica; they end at once when it
+    has died."""
 
 
 class IngressConfig(Section):
     """The HTTP side."""
 
     replicas: int = Field(1, gt=0)
+    """Ingress processes."""
     num_cpus: float = Field(0.5, ge=0)
+    """Logical CPUs of each ingress."""
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0)
+    """A larger request body is refused with 413, in bytes."""
     max_ongoing_requests: int = Field(1024, gt=0)
-    drain_s: float = Field(
-        60.0,
-        gt=0,
-        description="An ingress that is taken out has so long to end its answers; then they end with an error.",
-    )
-    server_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="The labelled escape: options of `vllm serve`, such as tool_call_parser or chat_template.",
-    )
+    """Requests that Serve gives one ingress at once."""
+    drain_s: float = Field(60.0, gt=0)
+    """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
+    server_args: dict[str, Any] = {}
+    """The escape: options of `vllm serve`, such as `tool_call_parser` or `chat_template`. An option that Baton sets
+    is refused by name."""
 
 
 class BatonConfig(Section):
     """A whole application: one prefill pool and any number of decode pools."""
 
     model: ModelConfig = ModelConfig()
+    """The model that every pool serves."""
     prefill: PoolConfig
-    decode: dict[str, PoolConfig] = Field(min_length=1, description="Decode pools by name.")
+    """The prefill pool; its deployment is `prefill`."""
+    decode: dict[str, PoolConfig] = Field(min_length=1)
+    """Decode pools by name; their deployments are `decode-NAME`."""
     channel: ChannelConfig = ChannelConfig()
+    """How KV moves."""
     placement: PlacementConfig = PlacementConfig()
+    """Where requests go, and how long they wait."""
     ingress: IngressConfig = IngressConfig()
+    """The HTTP side."""
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
@@ -277,58 +332,5 @@ class BatonConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> BatonConfig:
-        for name in self.decode:
-            if not name.replace("-", "").replace("_", "").isalnum():
-                raise ValueError(f"decode pool name {name!r}: letters, digits, - and _ only")
-        engines = {name: pool.engine for name, pool in self.pools.items()}
-        for attribute in ("kind", "block_size"):
-            values = {name: getattr(engine, attribute) for name, engine in engines.items()}
-            if len(set(values.values())) > 1:
-                raise ValueError(f"engine.{attribute} must be the same in every pool, not {values}")
-        vllm = {name: engine for name, engine in engines.items() if isinstance(engine, VllmEngineConfig)}
-        for name, engine in vllm.items():
-            _check_vllm(name, engine, self.model.max_model_len)
-        if self.channel.kind == "vllm" and vllm.keys() != engines.keys():
-            raise ValueError(
-                "channel.kind vllm is vLLM's own connector: every pool's engine.kind must be vllm, not mock"
-            )
-        dtypes = {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()}
-        if len(set(dtypes.values())) > 1:
-            raise ValueError(
-                f"engine.engine_args.kv_cache_dtype must be the same in every pool to exchange KV, not {dtypes}"
-            )
-        _check_classes(self)
-        for name, pool in self.pools.items():
-            if pool.min_prompt_tokens >= self.model.max_model_len:
-                raise ValueError(
-                    f"{name}: min_prompt_tokens {pool.min_prompt_tokens}, and the model takes "
-                    f"{self.model.max_model_len} tokens of prompt and answer"
-                )
+        check_application(self)
         return self
-
-
-def _check_classes(config: BatonConfig) -> None:
-    """Every class that is named exists, and each has a decode pool that serves it."""
-    placement = config.placement
-    known = placement.classes.keys() or {DEFAULT_CLASS}
-    if wrong := [name for name in known if not name.replace("-", "").replace("_", "").isalnum()]:
-        raise ValueError(f"placement.classes: class name {wrong[0]!r}: letters, digits, - and _ only")
-    if placement.default_class not in known:
-        raise ValueError(f"placement.default_class {placement.default_class!r} is none of {sorted(known)}")
-    for name, pool in config.pools.items():
-        if unknown := set(pool.classes) - known:
-            raise ValueError(f"{name}: classes {sorted(unknown)} are not in placement.classes {sorted(known)}")
-    for name in known:
-        if not any(not pool.classes or name in pool.classes for pool in config.decode.values()):
-            raise ValueError(f"no decode pool serves class {name!r}")
-
-
-def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None:
-    if engine.block_size & (engine.block_size - 1):
-        raise ValueError(f"{pool}: engine.block_size must be a power of two, not {engine.block_size}")
-    if engine.max_model_len is not None and engine.max_model_len > max_model_len:
-        raise ValueError(f"{pool}: engine.max_model_len {engine.max_model_len} is over the model's {max_model_len}")
-    ours = {"kv_transfer_config", "kv_events_config", "model", "dtype", "enable_prefix_caching", "worker_extension_cls"}
-    owned = ours | {"distributed_executor_backend"} | VllmEngineConfig.model_fields.keys()
-    if taken := owned & engine.engine_args.keys():
-        raise ValueError(f"{pool}: engine.engine_args may not set {sorted(taken)}: Baton sets them")

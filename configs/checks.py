@@ -1,0 +1,82 @@
+"""Rules of a configuration that concern several fields at once. Each raises ValueError with the field's name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from configs.schema import BatonConfig, VllmEngineConfig
+
+DEFAULT_CLASS = "default"
+"""The only priority class of a configuration that names none. It has no objectives."""
+
+_SET_BY_BATON = frozenset(
+    {
+        *("kv_transfer_config", "kv_events_config", "model", "dtype", "enable_prefix_caching", "worker_extension_cls"),
+        "distributed_executor_backend",
+    }
+)
+
+
+def check_application(config: BatonConfig) -> None:
+    """Check every rule between the sections. Raises ValueError."""
+    for name in config.decode:
+        _check_name(name, "decode pool name")
+    _check_engines(config)
+    _check_classes(config)
+    for name, pool in config.pools.items():
+        if pool.min_prompt_tokens >= config.model.max_model_len:
+            raise ValueError(
+                f"{name}: min_prompt_tokens {pool.min_prompt_tokens}, and the model takes "
+                f"{config.model.max_model_len} tokens of prompt and answer"
+            )
+
+
+def _check_name(name: str, what: str) -> None:
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise ValueError(f"{what} {name!r}: letters, digits, - and _ only")
+
+
+def _check_engines(config: BatonConfig) -> None:
+    """The pools' engines can exchange KV blocks."""
+    engines = {name: pool.engine for name, pool in config.pools.items()}
+    for attribute in ("kind", "block_size"):
+        values = {name: getattr(engine, attribute) for name, engine in engines.items()}
+        if len(set(values.values())) > 1:
+            raise ValueError(f"engine.{attribute} must be the same in every pool, not {values}")
+    vllm = {name: engine for name, engine in engines.items() if engine.kind == "vllm"}
+    for name, engine in vllm.items():
+        _check_vllm(name, engine, config.model.max_model_len)
+    if config.channel.kind == "vllm" and vllm.keys() != engines.keys():
+        raise ValueError("channel.kind vllm is vLLM's own connector: every pool's engine.kind must be vllm, not mock")
+    dtypes = {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()}
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(
+            f"engine.engine_args.kv_cache_dtype must be the same in every pool to exchange KV, not {dtypes}"
+        )
+
+
+def _check_classes(config: BatonConfig) -> None:
+    """Every class that is named exists, and each has a decode pool that serves it."""
+    placement = config.placement
+    known = placement.classes.keys() or {DEFAULT_CLASS}
+    for name in known:
+        _check_name(name, "placement.classes: class name")
+    if placement.default_class not in known:
+        raise ValueError(f"placement.default_class {placement.default_class!r} is none of {sorted(known)}")
+    for name, pool in config.pools.items():
+        if unknown := set(pool.classes) - known:
+            raise ValueError(f"{name}: classes {sorted(unknown)} are not in placement.classes {sorted(known)}")
+    for name in known:
+        if not any(not pool.classes or name in pool.classes for pool in config.decode.values()):
+            raise ValueError(f"no decode pool serves class {name!r}")
+
+
+def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None:
+    if engine.block_size & (engine.block_size - 1):
+        raise ValueError(f"{pool}: engine.block_size must be a power of two, not {engine.block_size}")
+    if engine.max_model_len is not None and engine.max_model_len > max_model_len:
+        raise ValueError(f"{pool}: engine.max_model_len {engine.max_model_len} is over the model's {max_model_len}")
+    owned = _SET_BY_BATON | type(engine).model_fields.keys()
+    if taken := owned & engine.engine_args.keys():
+        raise ValueError(f"{pool}: engine.engine_args may not set {sorted(taken)}: Baton sets them")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from transfer.channel.channel import Channel
+from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Key, Results
-from transfer.channel.prefill_side import Chunk
+from transfer.channel.timings import TIMINGS, Timings
 from transfer.control.messages import Seal
 from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.layout import KVLayout
@@ -59,6 +60,7 @@ class Side:
         rank: int = 0,
         workers: int = 1,
         total_heads: int = 1,
+        timings: Timings = TIMINGS,
     ) -> None:
         block_bytes = BLOCK_BYTES // workers
         self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, block_bytes), dtype=np.uint8)
@@ -84,6 +86,7 @@ class Side:
             "127.0.0.1",
             timeout_s,
             lambda event, **fields: self.events.append((event, fields)),
+            timings=timings,
         )
         self.results = Results()
 

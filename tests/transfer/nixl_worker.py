@@ -18,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transfer.channel.channel import Channel, ChannelError
-from transfer.channel.prefill_side import Chunk
+from transfer.channel.layers import Chunk
 from transfer.control.messages import Seal
 from transfer.memory.layout import KVLayout
 from transfer.memory.nixl_plane import NixlPlane
@@ -80,7 +80,7 @@ class Worker:
         return {
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "threads": threading.active_count(),
-            "agents": len(self.channel._prefill.agents),
+            "agents": len(self.channel._prefill.peers.agents),
             "prepared": len(self.channel._plane._remote),
             "connections": len(self.channel._endpoint.peers),
         }

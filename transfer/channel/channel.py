@@ -1,6 +1,6 @@
 """A worker's KV channel: one thread that owns the data plane, the control endpoint and every handoff.
 
-The engine's thread only appends to a queue and takes results, so a step never waits on the network. `DecodeSide` and
+The engine's thread only appends to a queue and takes results, so a step never waits for the network. `DecodeSide` and
 `PrefillSide` hold the handoffs; every worker has both.
 """
 
@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Callable
 
 from transfer.channel.decode_side import DecodeSide
+from transfer.channel.layers import Chunk, Ready
 from transfer.channel.outbox import Key, Outbox, Results, Trace
 from transfer.channel.pacing import Limits
-from transfer.channel.prefill_side import Chunk, PrefillSide, Ready
+from transfer.channel.prefill_side import PrefillSide
+from transfer.channel.timings import TIMINGS, Timings
 from transfer.control import messages as control
 from transfer.control.endpoint import Endpoint, Incoming, PeerGone
 from transfer.control.messages import Seal
@@ -27,9 +29,6 @@ from transfer.memory.layout import KVLayout
 from transfer.memory.plane import Plane
 
 logger = logging.getLogger("baton.transfer")
-
-CLOSE_TIMEOUT_S, END_S = 5.0, 10.0
-ACTIVE_MS, WAITING_MS = 1, 50
 
 
 class ChannelError(Exception):
@@ -48,7 +47,9 @@ class Channel:
         timeout_s: float,
         trace: Trace | None = None,
         limits: Limits | None = None,
+        timings: Timings = TIMINGS,
     ) -> None:
+        self._timings = timings
         self._plane = plane
         self._trace: Trace = trace or (lambda event, **fields: None)
         plane.register(layout)
@@ -58,9 +59,9 @@ class Channel:
         self._endpoint.watch(self._wake)
         self._commands: deque[Callable[[], None]] = deque()
         self._outbox = Outbox()
-        self._decode = DecodeSide(plane, layout, self._endpoint, self._outbox, timeout_s, self._trace)
+        self._decode = DecodeSide(plane, layout, self._endpoint, self._outbox, timeout_s, self._trace, timings)
         self._prefill = PrefillSide(
-            plane, layout, self._endpoint, self._outbox, timeout_s, self._trace, limits or Limits()
+            plane, layout, self._endpoint, self._outbox, timeout_s, self._trace, limits or Limits(), timings
         )
         self._chunks: tuple[Chunk, ...] = ()
         self._closing = False
@@ -73,12 +74,12 @@ class Channel:
     def meet(self, writers: list[list[str]]) -> None:
         """Decode: the replicas that may write to us, each the endpoints of its workers by rank; we may be among them.
 
-        New ones are connected to, so that the first request need not; those that are no more are let go.
+        New ones are connected now, so that the first request need not wait for that. Others are disconnected.
         """
         self._do(lambda: self._decode.meet(writers))
 
     def keep(self, readers: list[list[str]]) -> None:
-        """Prefill: the replicas that we may write to. Those that were and are no more are forgotten."""
+        """Prefill: the replicas that we may write to. Those that are not listed any more are forgotten."""
         self._do(lambda: self._prefill.keep(readers))
 
     def offer(
@@ -88,15 +89,15 @@ class Channel:
         self._do(lambda: self._decode.offer(key, request_id, peers, first_block, blocks, needs_token))
 
     def cancel(self, key: Key, reason: str) -> None:
-        """Decode: the request is over; its result comes once the peer writes no more."""
+        """Decode: the request is over. Its result comes once the peer writes no more."""
         self._do(lambda: self._decode.cancel(key, reason))
 
     def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
-        """Decode: the request ended before its blocks were offered; prefill need not wait for an offer."""
+        """Decode: the request ended before its blocks were offered. Prefill need not wait for an offer."""
         self._do(lambda: self._decode.withdraw(key, peers, reason))
 
     def is_answered(self, key: Key, peers: int = 1) -> bool:
-        """Prefill: all of decode's `peers` workers that concern us have offered their blocks, or will not."""
+        """Prefill: those of decode's `peers` workers that hold our heads have offered their blocks, or never will."""
         return self._prefill.is_answered(key, peers)
 
     def begin_step(self, chunks: list[Chunk]) -> None:
@@ -124,7 +125,10 @@ class Channel:
         self._do(lambda: self._prefill.ended(key, request_id, ok, peers))
 
     def wait_quiet(self, keys: list[Key], timeout_s: float) -> bool:
-        """Prefill: these were preempted. Wait until no write reads their blocks, soon to be overwritten."""
+        """Prefill: these were preempted. Wait until no write reads their blocks, which are overwritten next.
+
+        False: writes still read them after `timeout_s`.
+        """
         quiet = threading.Event()
 
         def check() -> None:
@@ -144,7 +148,7 @@ class Channel:
 
     @property
     def has_news(self) -> bool:
-        """There are results to take, or an offer has come, or the channel has died, since the last `take_results`."""
+        """Since the last `take_results` there are results, or an offer has come, or the channel has died."""
         return self._outbox.has_news
 
     def on_news(self, call: Callable[[], None]) -> None:
@@ -160,19 +164,19 @@ class Channel:
         }
 
     def close(self) -> None:
-        """End the thread and release memory; idempotent. A thread that does not end is given up and logged."""
+        """End the thread and release memory; idempotent. A thread that does not end in time is logged and left."""
         if self._closing:
             return
         self._closing = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join(timeout=END_S)
+        self._thread.join(timeout=self._timings.end_s)
         if self._thread.is_alive() and (frame := sys._current_frames().get(self._thread.ident or 0)):
             logger.error("the KV channel's thread did not end:\n%s", "".join(traceback.format_stack(frame)))
-            return  # the descriptor is still its own
+            return  # the thread still uses the descriptor
         os.close(self._wake)
 
     def _do(self, command: Callable[[], None]) -> None:
-        if self._closing:  # the descriptor may be somebody else's by now
+        if self._closing:  # the number of the descriptor may name another file by now
             return
         self._commands.append(command)
         os.eventfd_write(self._wake, 1)
@@ -188,11 +192,11 @@ class Channel:
             self._outbox.alarm()
             raise
         finally:
-            if self._prefill.finish_writes(CLOSE_TIMEOUT_S):
-                self._endpoint.close()  # tells peers that we write no more: their blocks are their own again
+            if self._prefill.writes.finish(self._timings.finish_writes_s):
+                self._endpoint.close()  # tells the peers that we write no more, so that they may reuse their blocks
                 self._plane.close()
             else:
-                logger.error("writes did not end; only the end of the process may tell the peers")
+                logger.error("writes did not end; the peers learn that they are over when this process ends")
 
     def _loop(self) -> None:
         while not self._closing:
@@ -215,17 +219,23 @@ class Channel:
             return
 
     def _wait_ms(self) -> int | None:
-        """Poll while a write of ours runs; drive the transport for a peer's, seldom while none is known; or sleep."""
+        """How long the thread may sleep without news.
+
+        It does not sleep while a write of ours runs. It wakes often while the transport has work, and seldom while
+        handoffs are open: a peer may write here, and its transport needs ours. None: until there is news.
+        """
         now = time.monotonic()
         if self._commands:
             return 0
         wait_s = self._prefill.wait_s(now)
         wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
         if self._is_active(now):
-            return ACTIVE_MS if wait_ms is None else min(wait_ms, ACTIVE_MS)
-        if len(self._decode):
-            return WAITING_MS if wait_ms is None else min(wait_ms, WAITING_MS)
-        return wait_ms
+            longest_ms = self._timings.active_ms
+        elif len(self._decode):
+            longest_ms = self._timings.waiting_ms
+        else:
+            return wait_ms
+        return longest_ms if wait_ms is None else min(wait_ms, longest_ms)
 
     def _is_active(self, now: float) -> bool:
         return self._decode.is_active(now) or self._prefill.is_active(now)
@@ -235,7 +245,7 @@ class Channel:
             self._plane.progress()
         self._prefill.progress()
         if self._prefill.is_busy:
-            time.sleep(0.00005)
+            time.sleep(self._timings.write_poll_s)
 
     def _expire(self) -> None:
         now = time.monotonic()

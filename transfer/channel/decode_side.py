@@ -1,6 +1,7 @@
-"""The decode worker's handoffs: offers blocks, waits for KV and first token, fences what is cancelled.
+"""The handoffs of a decode worker: it offers blocks, waits for KV and first token, and fences what is cancelled.
 
-Runs in the channel's thread alone.
+A handoff is fenced while peers may still write its blocks: they are asked to stop until each has said that it has.
+Used by the channel's thread alone.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transfer.channel.outbox import Key, Outbox, Trace, remember
+from transfer.channel.timings import TIMINGS, Timings
 from transfer.control import messages as control
 from transfer.control.endpoint import Endpoint
 from transfer.control.handoff import Received, Receiver, ReceiverEffect, SendCancel
 from transfer.memory.heads import sources
 from transfer.memory.layout import KVLayout
-from transfer.memory.plane import WARM_UP_S, Plane
+from transfer.memory.plane import Plane
 
 logger = logging.getLogger("baton.transfer")
-
-NUDGE_S = 0.02  # a writer repeats itself sooner
 
 
 @dataclass(slots=True)
@@ -33,19 +33,28 @@ class _Receiving:
 
 
 class DecodeSide:
-    """`timeout_s`: from an offer until its KV must be here; then the peers are told to stop, again and again."""
+    """`timeout_s`: the time from an offer until its KV must be here. The peers are then told to stop, and told again
+    after every further `timeout_s`.
+    """
 
     def __init__(
-        self, plane: Plane, layout: KVLayout, endpoint: Endpoint, outbox: Outbox, timeout_s: float, trace: Trace
+        self,
+        plane: Plane,
+        layout: KVLayout,
+        endpoint: Endpoint,
+        outbox: Outbox,
+        timeout_s: float,
+        trace: Trace,
+        timings: Timings = TIMINGS,
     ) -> None:
         self._plane, self._layout, self._endpoint, self._outbox = plane, layout, endpoint, outbox
-        self._timeout_s, self._trace = timeout_s, trace
+        self._timeout_s, self._trace, self._timings = timeout_s, trace, timings
         self._receiving: dict[Key, _Receiving] = {}
         self._active_until = 0.0
         self.early_tokens: OrderedDict[Key, int] = OrderedDict()
 
     def __len__(self) -> int:
-        """Handoffs that are open."""
+        """The number of open handoffs."""
         return len(self._receiving)
 
     def is_active(self, now: float) -> bool:
@@ -53,10 +62,10 @@ class DecodeSide:
         return now < self._active_until
 
     def nudged(self) -> None:
-        self._active_until = max(self._active_until, time.monotonic() + NUDGE_S)
+        self._active_until = max(self._active_until, time.monotonic() + self._timings.nudged_s)
 
     def meet(self, peers: list[list[str]]) -> None:
-        """The replicas that may write here, each its workers' endpoints: connect to new ones, let others go."""
+        """Only these replicas, each the endpoints of its workers, may write here: connect new ones, disconnect others."""
         wanted = {endpoint for workers in peers for endpoint in self._sources(workers)} - {self._endpoint.address}
         busy = {endpoint for receiving in self._receiving.values() for endpoint in receiving.endpoints}
         for endpoint in self._endpoint.peers - wanted - busy:
@@ -123,7 +132,7 @@ class DecodeSide:
         return [peers[rank] for rank in sources(layout.rank, layout.workers, len(peers), layout.total_heads)]
 
     def _is_writing(self, key: Key, endpoint: str) -> bool:
-        """Others, and those that have said so already, have nothing to say about a handoff's end."""
+        """Only a peer that still writes a handoff has a say in how it ends."""
         if key not in self._receiving:
             return False  # late or repeated
         if endpoint in self._receiving[key].endpoints:
@@ -135,11 +144,11 @@ class DecodeSide:
         return [key for key, receiving in self._receiving.items() if endpoint in receiving.endpoints]
 
     def _reach(self, endpoint: str) -> None:
-        """Introduce ourselves to a peer that we have no connection to."""
+        """Connect a peer, unless it is connected, and introduce this worker to it."""
         if self._endpoint.connect(endpoint):
             hello = control.Hello(self._endpoint.address, self._plane.name, self._plane.metadata(), self._layout)
             self._endpoint.send(endpoint, hello)
-            self._active_until = time.monotonic() + WARM_UP_S
+            self._active_until = time.monotonic() + self._timings.warm_up_s
 
     def _tell(self, key: Key, event: Callable[[Receiver], list[ReceiverEffect]]) -> None:
         receiving = self._receiving.get(key)

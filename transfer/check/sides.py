@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from transfer.channel.channel import Channel
+from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Key
-from transfer.channel.prefill_side import Chunk
 from transfer.check.figures import Pass, block_digests
 from transfer.check.shape import CheckFailed, Shape
 from transfer.check.transformer import Transformer

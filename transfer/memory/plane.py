@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 from transfer.memory.layout import KVLayout
 
-WARM_UP_S = 2.0  # a data connection is made and taken down within this, while both sides let the transport work
-
 
 class PlaneError(Exception):
     """Memory could not be registered, or a peer could not be reached."""

@@ -29,9 +29,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from transfer.channel.channel import Channel
+from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Key, Results
 from transfer.channel.pacing import Limits
-from transfer.channel.prefill_side import Chunk
 from transfer.channel.trace import tracer
 from transfer.control.messages import FirstToken, Seal
 from transfer.control.token_sender import TokenSender

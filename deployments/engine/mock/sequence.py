@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from deployments.engine.mock.wire import FinishReason, OutputStruct, Request, logprobs
 from deployments.engine.protocol import Output
-from transfer.channel.prefill_side import Chunk
+from transfer.channel.layers import Chunk
 
 
 @dataclass(slots=True, eq=False)

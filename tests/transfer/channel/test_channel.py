@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transfer.channel import channel as channel_module
+from transfer.channel.timings import Timings
 from transfer.control.messages import FirstToken
 from transfer.control.token_sender import TokenSender
 
@@ -226,7 +226,7 @@ def test_a_preempted_prefill_does_not_send_what_overwrote_it(prefill: Any, decod
     assert prefill.channel.wait_quiet([KEY], 10)
     prefill.fill(SOURCE, 666)  # another request took the blocks
     offer(decode, prefill)
-    prefill.until(lambda: prefill.channel._prefill.agents)
+    prefill.until(lambda: prefill.channel._prefill.peers.agents)
     prefill.barrier()
     again = [30, 31, 32]
     prefill.fill(again, 1)
@@ -258,15 +258,15 @@ def test_a_closed_channel_takes_no_commands_and_closes_twice(prefill: Any) -> No
 
 
 def test_a_thread_that_does_not_end_is_given_up_and_said_where_it_is(
-    prefill: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_side: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    prefill = make_side("prefill", timings=Timings(end_s=0.05))
     stuck, close = threading.Event(), prefill.channel._plane.close
 
     def hang() -> None:
         stuck.wait()
         close()
 
-    monkeypatch.setattr(channel_module, "END_S", 0.05)
     monkeypatch.setattr(prefill.channel._plane, "close", hang)
     prefill.channel.close()
     assert "did not end" in caplog.text
@@ -281,20 +281,20 @@ def test_replicas_meet_before_the_first_request_and_forget_who_is_gone(
 ) -> None:
     other = make_side("other")
     decode.channel.meet([[prefill.channel.address], [other.channel.address]])
-    prefill.until(lambda: len(prefill.channel._prefill.agents) == len(other.channel._prefill.agents) == 1)
+    prefill.until(lambda: len(prefill.channel._prefill.peers.agents) == len(other.channel._prefill.peers.agents) == 1)
     prefill.channel.keep([[decode.channel.address]])
     prefill.channel.keep([])
-    prefill.until(lambda: not prefill.channel._prefill.agents)
+    prefill.until(lambda: not prefill.channel._prefill.peers.agents)
     decode.channel.meet([[prefill.channel.address]])
     decode.until(lambda: decode.channel._endpoint.peers == {prefill.channel.address})
 
 
 def test_a_peer_that_was_never_listed_is_not_forgotten(prefill: Any, decode: Any) -> None:
     decode.channel.meet([[prefill.channel.address]])
-    prefill.until(lambda: prefill.channel._prefill.agents)
+    prefill.until(lambda: prefill.channel._prefill.peers.agents)
     prefill.channel.keep([])
     prefill.barrier()
-    assert prefill.channel._prefill.agents
+    assert prefill.channel._prefill.peers.agents
 
 
 def test_a_peer_with_an_open_handoff_is_forgotten_later(prefill: Any, decode: Any) -> None:
@@ -304,11 +304,11 @@ def test_a_peer_with_an_open_handoff_is_forgotten_later(prefill: Any, decode: An
         prefill.channel.keep([[decode.channel.address]])
         prefill.channel.keep([])
     prefill.barrier()
-    assert prefill.channel._prefill.agents
+    assert prefill.channel._prefill.peers.agents
     decode.channel.cancel(KEY, "aborted")
     prefill.wait_idle()
     prefill.channel.keep([])
-    prefill.until(lambda: not prefill.channel._prefill.agents)
+    prefill.until(lambda: not prefill.channel._prefill.peers.agents)
 
 
 def test_what_is_no_address_fails_its_own_handoff_only(prefill: Any, decode: Any) -> None:

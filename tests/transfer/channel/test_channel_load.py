@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from transfer.channel.channel import ChannelError
-from transfer.channel.prefill_side import Chunk
+from transfer.channel.layers import Chunk
 from transfer.control.messages import MAX_BYTES, FirstToken, Seal
 from transfer.control.token_sender import TokenSender
 from transfer.memory.in_process_plane import InProcessPlane
@@ -40,7 +40,7 @@ def test_quiet_means_no_write_reads_these_blocks(decode: Any, make_side: Callabl
     decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)
     prefill.until(lambda: prefill.counter("open_writing"))
     prefill.save(("s", 1), "p", 8, 8, [3, 4])
-    prefill.until(lambda: len(prefill.channel._prefill.in_flight) == prefill.layers)
+    prefill.until(lambda: len(prefill.channel._prefill.writes.in_flight) == prefill.layers)
     assert not prefill.channel.wait_quiet([("s", 1)], 0.05)
     assert prefill.channel.wait_quiet([("other", 1)], 10)
     plane.gate.set()
@@ -83,7 +83,7 @@ def test_a_write_that_takes_long_wakes_the_other_side(decode: Any, make_side: Ca
     plane = SlowPlane("slow")
     prefill = make_side("prefill", plane=plane)
     decode.channel.meet([[prefill.channel.address]])
-    prefill.until(lambda: prefill.channel._prefill.agents)
+    prefill.until(lambda: prefill.channel._prefill.peers.agents)
     decode.channel._decode._active_until = 0.0
     decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)
     prefill.save(("s", 1), "p", 8, 8, [3, 4])
@@ -97,7 +97,7 @@ def test_a_cancel_is_answered_only_when_writes_are_done(decode: Any, make_side: 
     prefill = make_side("prefill", plane=plane)
     decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)
     prefill.save(("s", 1), "p", 8, 8, [3, 4])
-    prefill.until(lambda: prefill.channel._prefill.in_flight)
+    prefill.until(lambda: prefill.channel._prefill.writes.in_flight)
     decode.channel.cancel(("s", 1), "aborted")
     prefill.channel.ended(("s", 1), "p", False)
     prefill.barrier()

@@ -71,32 +71,32 @@ def test_200_peers_leave_a_channel_as_it_was(prefill: Any, make_side: Callable[.
             decode.channel.meet([])
             decode.until(lambda decode=decode: not decode.channel._endpoint.peers)
         prefill.channel.keep([])
-        prefill.until(lambda: not prefill.channel._prefill.agents)
+        prefill.until(lambda: not prefill.channel._prefill.peers.agents)
         decode.channel.close()
         if number == 9:
             at_start = threading.active_count(), descriptors()
     assert at_start is not None
     prefill.until(lambda: threading.active_count() <= at_start[0] and descriptors() <= at_start[1])
-    assert not prefill.channel._prefill._plane._peers
-    assert not prefill.channel._prefill._writing
+    assert not prefill.channel._prefill.peers._plane._peers
+    assert not prefill.channel._prefill._handoffs
 
 
 def test_200_meetings_of_one_pair_leave_it_as_it_was(prefill: Any, decode: Any) -> None:
     peers, at_start = [[prefill.channel.address]], None
     for number in range(200):
-        known = set(prefill.channel._prefill.agents)
+        known = set(prefill.channel._prefill.peers.agents)
         decode.channel.meet(peers)
-        prefill.until(lambda known=known: set(prefill.channel._prefill.agents) - known)
-        assert len(prefill.channel._prefill.agents) == 1
+        prefill.until(lambda known=known: set(prefill.channel._prefill.peers.agents) - known)
+        assert len(prefill.channel._prefill.peers.agents) == 1
         decode.channel.meet([])
         decode.until(lambda: not decode.channel._endpoint.peers)
         at_start = at_start or descriptors()
         if number % 2:  # otherwise it comes back before it is forgotten
             prefill.channel.keep([[decode.channel.address]])
             prefill.channel.keep([])
-            prefill.until(lambda: not prefill.channel._prefill.agents)
+            prefill.until(lambda: not prefill.channel._prefill.peers.agents)
     prefill.until(lambda: descriptors() <= at_start)
-    assert len(prefill.channel._prefill._plane._peers) <= 1
+    assert len(prefill.channel._prefill.peers._plane._peers) <= 1
 
 
 def test_a_token_sender_forgets_who_was_sent_to_longest_ago(sender: TokenSender, inbox: zmq.Socket[bytes]) -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from transfer.channel.decode_side import DecodeSide
+from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Outbox
 from transfer.channel.pacing import Limits
-from transfer.channel.prefill_side import Chunk, PrefillSide
+from transfer.channel.prefill_side import PrefillSide
 from transfer.control import messages as control
 from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.layout import KVLayout
@@ -172,7 +173,7 @@ class Epochs(RuleBasedStateMachine):
     def write(self, which: int) -> None:
         """A write that is under way gets done, not the oldest first."""
         self.sides["prefill"].progress()
-        if in_flight := self.sides["prefill"].in_flight:
+        if in_flight := self.sides["prefill"].writes.in_flight:
             _, handle, _ = in_flight[which % len(in_flight)]
             self.planes["prefill"].finish(handle)
             self.sides["prefill"].progress()
@@ -200,7 +201,9 @@ class Epochs(RuleBasedStateMachine):
         assert not new & self.released
         self.released |= new
         assert self.released <= {str(epoch) for epoch in self.ended}
-        assert not {job.handoff[0][1] for job, *_ in self.sides["prefill"].in_flight} & {int(n) for n in self.released}
+        assert not {job.handoff[0][1] for job, *_ in self.sides["prefill"].writes.in_flight} & {
+            int(n) for n in self.released
+        }
 
     def teardown(self) -> None:
         """However it went, time and a network that delivers end both epochs on both sides."""
@@ -209,7 +212,7 @@ class Epochs(RuleBasedStateMachine):
         for _ in range(4):
             for side in ("prefill", "decode"):
                 self.run_out_of_time(side, True)
-            while self.wires["decode"].sent or self.wires["prefill"].sent or self.sides["prefill"].in_flight:
+            while self.wires["decode"].sent or self.wires["prefill"].sent or self.sides["prefill"].writes.in_flight:
                 self.write(0)
                 self.deliver_all_in_order()
                 self.what_is_over_is_not_written()

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Key
-from transfer.channel.prefill_side import Chunk
 from transfer.control.endpoint import Endpoint
 from transfer.control.messages import AnyMessage, FirstToken
 from transfer.control.token_sender import TokenSender

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from transfer.channel.channel import Channel
+from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Results
-from transfer.channel.prefill_side import Chunk
 from transfer.control.messages import Seal
 from transfer.memory.heads import head_range
 from transfer.memory.in_process_plane import InProcessPlane

@@ -225,7 +225,7 @@ def test_no_message_ends_the_channel_or_a_handoff(
     assert prefill.counter("messages_refused") > 10
     assert decode.counter("bad_messages") > 10
     assert decode.counter("messages_refused") > 10
-    assert len(prefill.channel._prefill.agents) <= 2
+    assert len(prefill.channel._prefill.peers.agents) <= 2
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_worker_of_a_wider_replica_does_not_hold_the_source(
         assert isinstance(second.ask(offer(rank=1)), Failed)
     else:
         second.say(offer(rank=1))
-        prefill.until(lambda: len(prefill.channel._prefill._writing[KEY].readers) == 2)
+        prefill.until(lambda: len(prefill.channel._prefill._handoffs[KEY].readers) == 2)
     prefill_all(prefill)
     assert peer.hear() == Landed(*KEY)
     assert prefill.wait("released", "p")
@@ -410,7 +410,7 @@ def test_a_second_introduction_changes_nothing(prefill: Any, peer: Peer) -> None
     prefill.wait_counter("messages_refused", 2)
     prefill_all(prefill)
     assert peer.hear() == Landed(*KEY)
-    assert len(prefill.channel._prefill.agents) == 1
+    assert len(prefill.channel._prefill.peers.agents) == 1
 
 
 def test_an_agent_is_not_taken_over(prefill: Any, peer: Peer, make_peer: Callable[..., Peer]) -> None:
@@ -445,7 +445,7 @@ def test_a_new_connection_of_a_worker_ends_what_was_on_the_old_one(prefill: Any,
     prefill_all(prefill)
     assert prefill.wait("released", "p")
     assert prefill.counter("writes") == 0
-    assert len(prefill.channel._prefill.agents) == 1
+    assert len(prefill.channel._prefill.peers.agents) == 1
     again = ("again", 1)
     peer.say(offer(again))
     prefill_all(prefill, again, "p2")
@@ -454,10 +454,10 @@ def test_a_new_connection_of_a_worker_ends_what_was_on_the_old_one(prefill: Any,
 
 def test_a_worker_that_was_forgotten_comes_back_by_itself(prefill: Any, decode: Any) -> None:
     decode.channel.meet([[prefill.channel.address]])
-    prefill.until(lambda: prefill.channel._prefill.agents)
+    prefill.until(lambda: prefill.channel._prefill.peers.agents)
     prefill.channel.keep([[decode.channel.address]])
     prefill.channel.keep([])
-    prefill.until(lambda: not prefill.channel._prefill.agents)
+    prefill.until(lambda: not prefill.channel._prefill.peers.agents)
     decode.channel.offer(KEY, "first", [prefill.channel.address], 0, [1, 2], False)
     assert "not known" in decode.wait("broken", "first")
     decode.channel.offer(("next", 1), "next", [prefill.channel.address], 0, [1, 2], False)
@@ -498,11 +498,11 @@ def test_a_repeated_offer_is_no_second_offer_and_buys_no_time(make_side: Callabl
     peer.say(peer.hello, offer(blocks=tuple(range(BLOCKS))))
     assert peer.hear() == Welcome()
     prefill.until(lambda: prefill.channel.is_answered(KEY))
-    begun = prefill.channel._prefill._writing[KEY].deadline
+    begun = prefill.channel._prefill._handoffs[KEY].deadline
     for blocks in ((1, 2), (), (-5,)):
         peer.say(offer(blocks=blocks))
     prefill.barrier()
-    assert prefill.channel._prefill._writing[KEY].deadline == begun
+    assert prefill.channel._prefill._handoffs[KEY].deadline == begun
     assert peer.hear() == Failed(*KEY, "the handoff ran out of time")
     peer.close()
 
@@ -528,7 +528,7 @@ def test_one_worker_cancels_and_the_other_runs_out_of_time(
     for rank, peer in enumerate(peers):
         peer.say(peer.hello, offer(rank=rank))
         assert peer.hear() == Welcome()
-    prefill.until(lambda: len(prefill.channel._prefill._writing[KEY].readers) == 2)
+    prefill.until(lambda: len(prefill.channel._prefill._handoffs[KEY].readers) == 2)
     assert peers[1].ask(Cancel(*KEY, 1, "aborted")) == Failed(*KEY, "aborted")
     assert peers[0].hear() == Failed(*KEY, "the handoff ran out of time")
     prefill.wait_idle()

@@ -1,0 +1,109 @@
+"""The writes of a prefill worker: those that wait for their turn, and those in flight."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
+
+from transfer.channel.decode_peers import DecodePeers
+from transfer.channel.outbox import Key, Outbox, Trace
+from transfer.channel.pacing import Job, Pacer
+from transfer.channel.timings import Timings
+from transfer.control import messages as control
+from transfer.control.endpoint import Endpoint
+from transfer.memory.plane import Plane, PlaneError, WriteState
+
+logger = logging.getLogger("baton.transfer")
+
+
+class Writes:
+    """Posts writes as the pacer allows, and calls `written(job, ok)` when one has ended. A job's handoff is a key and
+    the rank of a decode worker.
+    """
+
+    def __init__(
+        self,
+        plane: Plane,
+        endpoint: Endpoint,
+        peers: DecodePeers,
+        outbox: Outbox,
+        pacer: Pacer,
+        trace: Trace,
+        timings: Timings,
+        written: Callable[[Job, bool], None],
+    ) -> None:
+        self._plane, self._endpoint, self._peers, self._outbox = plane, endpoint, peers, outbox
+        self._pacer, self._trace, self._timings, self._written = pacer, trace, timings, written
+        self.in_flight: deque[tuple[Job, Any, float]] = deque()
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until the pacer lets a waiting write go; None when none waits."""
+        return self._pacer.wait_s(now) if len(self._pacer) else None
+
+    def push(self, job: Job) -> None:
+        """A write to post when its turn comes."""
+        self._pacer.push(job)
+
+    def drop(self, handoff: Hashable) -> list[Job]:
+        """Forget the writes of a handoff that are not posted yet."""
+        return self._pacer.drop(handoff)
+
+    def are_reading(self, keys: Collection[Key]) -> bool:
+        """A write in flight reads blocks of one of these handoffs."""
+        return any(job.handoff[0] in keys for job, *_ in self.in_flight)
+
+    def progress(self) -> None:
+        """Look at the writes in flight, then post what may be posted."""
+        now = time.monotonic()
+        for _ in range(len(self.in_flight)):
+            job, handle, begun = self.in_flight.popleft()
+            state = self._plane.check(handle)
+            if state is WriteState.BUSY:
+                self.in_flight.append((job, handle, begun))
+                self._nudge(job.peer, begun, now)
+            else:
+                self._end(job, begun, state is WriteState.DONE)
+        self._post()
+
+    def _nudge(self, peer: bytes, begun: float, now: float) -> None:
+        """Over some transports a write needs the other side's attention, and a decode worker that waits is asleep."""
+        agent = self._peers.agents.get(peer)
+        is_slow = now - begun > self._timings.nudge_after_s
+        if agent is not None and is_slow and now - agent.nudged_s > self._timings.nudge_again_s:
+            agent.nudged_s = now
+            self._endpoint.send(peer, control.Nudge())
+
+    def _post(self) -> None:
+        now = time.monotonic()
+        while (job := self._pacer.pop(now)) is not None:
+            write = job.write
+            try:
+                agent = self._peers.agents[job.peer]
+                handle = self._plane.write(agent.name, write.layer, write.local, write.remote)
+            except PlaneError as error:
+                logger.warning("session %s: %s", job.handoff[0][0], error)
+                self._end(job, now, ok=False)
+                continue
+            self._trace("layer_write", session=job.handoff[0][0], layer=write.layer, blocks=len(write.local))
+            self.in_flight.append((job, handle, now))
+
+    def _end(self, job: Job, begun: float, ok: bool) -> None:
+        self._pacer.done(job)
+        if ok:
+            counts = self._outbox.counts
+            counts["writes"] += 1
+            counts["blocks_written"] += len(job.write.local)
+            counts["bytes_written"] += job.size
+            counts["write_s"] += time.monotonic() - begun
+        self._trace("layer_written", session=job.handoff[0][0], layer=job.write.layer, ok=ok, bytes=job.size)
+        self._written(job, ok)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait for the writes in flight and begin none; False when that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while self.in_flight and time.monotonic() < deadline:
+            self.in_flight = deque(each for each in self.in_flight if self._plane.check(each[1]) is WriteState.BUSY)
+        return not self.in_flight

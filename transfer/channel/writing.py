@@ -1,0 +1,72 @@
+"""One handoff as a prefill worker keeps it, and why a peer may not take part in it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from transfer.control.handoff import Writer, WriterState
+from transfer.control.messages import Offer
+from transfer.memory.heads import sources
+from transfer.memory.layout import KVLayout
+
+
+@dataclass(slots=True)
+class Reader:
+    """One decode worker's part of a handoff. `peer`: its connection, once it has offered its blocks or cancelled."""
+
+    machine: Writer
+    peer: bytes | None = None
+
+
+@dataclass(slots=True)
+class Writing:
+    """A handoff. `readers`: by rank. `request_id`: the engine's request, once its prefill has begun."""
+
+    deadline: float
+    readers: dict[int, Reader] = field(default_factory=dict)
+    request_id: str | None = None
+
+
+def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender: bytes, rank: int) -> str | None:
+    """Why `sender`, with the layout `theirs`, may not take part in a handoff as worker `rank`.
+
+    `writing`: the handoff, if it is open. No write of the handoff goes to a peer with an objection.
+    """
+    if rank != theirs.rank:
+        return "a message in another worker's name"
+    if ours.rank not in sources(rank, theirs.workers, ours.workers, ours.total_heads):
+        return "this worker's heads are not ours to write"
+    if writing is None:
+        return None
+    reader = writing.readers.get(rank)
+    if reader is None and writing.request_id is not None:
+        return "the prefill is for a replica of fewer workers"
+    if reader is not None and reader.peer not in (None, sender):
+        return "another worker has offered its blocks"
+    return None
+
+
+def objection_to_blocks(
+    theirs: KVLayout, writing: Writing | None, all_writings: Iterable[Writing], sender: bytes, offer: Offer
+) -> str | None:
+    """What is wrong with the blocks of an offer that is not a repetition."""
+    has = theirs.num_blocks
+    if writing and (reader := writing.readers.get(offer.rank)) and reader.machine.remote is not None:
+        return None
+    if offer.first_block < 0 or not offer.blocks or not all(0 <= block < has for block in offer.blocks):
+        return "an offer of blocks that the peer does not have"
+    if len(offer.blocks) + _unbegun(all_writings, sender) > has:
+        return "more blocks are offered than the peer has"
+    return None
+
+
+def _unbegun(all_writings: Iterable[Writing], sender: bytes) -> int:
+    """Blocks that a peer has offered to prefills that have not begun. It holds them, so it has at least as many."""
+    return sum(
+        len(reader.machine.remote or ())
+        for writing in all_writings
+        if writing.request_id is None
+        for reader in writing.readers.values()
+        if reader.peer == sender and reader.machine.state is WriterState.OPEN
+    )

@@ -29,10 +29,13 @@ def page(name: str) -> str:
     return (DOCS / name).read_text()
 
 
+def site_pages() -> list[Path]:
+    return [path for path in sorted(DOCS.rglob("*.md")) if DOCS / "assets" not in path.parents]
+
+
 def pages() -> list[Path]:
     """Every document that a reader may open."""
-    vendored = DOCS / "assets"
-    return [ROOT / "README.md", *(path for path in sorted(DOCS.rglob("*.md")) if vendored not in path.parents)]
+    return [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *site_pages()]
 
 
 each_page = pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -230,7 +233,7 @@ def test_every_link_resolves(path: Path) -> None:
 
 def test_the_readme_leads_to_every_kind_of_page() -> None:
     linked = set(re.findall(r"\]\(docs/([^)\s#]+)", (ROOT / "README.md").read_text()))
-    expected = {str(path.relative_to(DOCS)) for path in pages()[1:] if path.parent.name != "benchmarks"}
+    expected = {str(path.relative_to(DOCS)) for path in site_pages() if path.parent.name != "benchmarks"}
     assert sorted(expected - linked - {"index.md"}) == []
 
 
@@ -253,7 +256,7 @@ def leaves(entry: Any) -> list[str]:
 
 
 def test_the_navigation_has_every_page_once() -> None:
-    assert sorted(leaves(site()["nav"])) == sorted(str(path.relative_to(DOCS)) for path in pages()[1:])
+    assert sorted(leaves(site()["nav"])) == sorted(str(path.relative_to(DOCS)) for path in site_pages())
 
 
 def test_the_site_brings_what_material_would_load_from_a_network() -> None:

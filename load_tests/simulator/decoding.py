@@ -1,25 +1,33 @@
-"""The sequences that decode on a replica: who ends when, and who needs a new block when.
+"""The sequences that decode on a replica: when each ends, and when each needs a new block.
 
-Time here is a count of decode steps. Every sequence gets one token a step, so a sequence's end and the steps at which
-it fills a block are known when it joins, and nothing has to be touched in between.
+Time here is a count of decode steps. Every sequence gets one token a step, so its end and the steps at which it fills a
+block are known when it joins. Nothing has to be updated in between.
 """
 
 from __future__ import annotations
 
 import heapq
 from itertools import count
+from typing import NamedTuple
 
 from load_tests.simulator.work import Work
 
 
+class _Member(NamedTuple):
+    """`end_step`: the step after which a sequence has its last token. `crossing`: where in a round it needs a block."""
+
+    end_step: int
+    crossing: int
+
+
 class DecodeBatch:
-    """`context`: tokens held by all, summed. `step`: decode steps since the beginning."""
+    """`context`: the tokens that all sequences hold together. `step`: decode steps since the beginning."""
 
     def __init__(self, block_tokens: int) -> None:
         self.step = 0
         self.context = 0
         self._block_tokens = block_tokens
-        self._members: dict[Work, None] = {}
+        self._members: dict[Work, _Member] = {}
         self._ends: list[tuple[int, int, Work]] = []
         self._crossings = [0] * block_tokens
         self._serial = count()
@@ -30,16 +38,16 @@ class DecodeBatch:
     def join(self, work: Work) -> None:
         """A sequence decodes from the next step on; its blocks hold exactly its context."""
         held = work.context
-        work.end_step = self.step + work.outputs - work.generated
-        work.crossing = (self.step - held) % self._block_tokens
-        self._crossings[work.crossing] += 1
-        self._members[work] = None
+        end_step = self.step + work.outputs - work.generated
+        crossing = (self.step - held) % self._block_tokens
+        self._crossings[crossing] += 1
+        self._members[work] = _Member(end_step, crossing)
         self.context += held
-        heapq.heappush(self._ends, (work.end_step, next(self._serial), work))
+        heapq.heappush(self._ends, (end_step, next(self._serial), work))
 
     def steps_left(self) -> int:
         """Steps until the first sequence ends. Raises IndexError when there is none."""
-        while self._ends[0][2].end_step != self._ends[0][0]:
+        while not self._ends_at(*self._ends[0][::2]):
             heapq.heappop(self._ends)
         return self._ends[0][0] - self.step
 
@@ -64,26 +72,30 @@ class DecodeBatch:
         return low
 
     def advance(self, steps: int) -> list[Work]:
-        """So many steps are done, none beyond the first end: who has its last token now, oldest first."""
+        """So many steps are done, none beyond the first end. Returns the sequences that have their last token now."""
         self.context += steps * len(self._members)
         self.step += steps
         ended = []
         while self._ends and self._ends[0][0] <= self.step:
             end_step, _, work = heapq.heappop(self._ends)
-            if work.end_step == end_step:
-                self._leave(work)
+            if self._ends_at(end_step, work):
+                self._remove(work)
                 ended.append(work)
         return ended
 
     def drop_newest(self) -> Work:
-        """Take out whoever joined last."""
+        """Take out the sequence that joined last."""
         work = next(reversed(self._members))
-        self._leave(work)
+        self._remove(work)
         return work
 
-    def _leave(self, work: Work) -> None:
-        work.generated = work.outputs - (work.end_step - self.step)
-        work.end_step = -1
-        del self._members[work]
-        self._crossings[work.crossing] -= 1
+    def _ends_at(self, end_step: int, work: Work) -> bool:
+        """Whether an entry of `_ends` still holds: the sequence may have been taken out, and may have joined again."""
+        member = self._members.get(work)
+        return member is not None and member.end_step == end_step
+
+    def _remove(self, work: Work) -> None:
+        end_step, crossing = self._members.pop(work)
+        work.generated = work.outputs - (end_step - self.step)
+        self._crossings[crossing] -= 1
         self.context -= work.context

@@ -1,7 +1,7 @@
-"""One engine: continuous batching with a token budget, chunked prefill, paged memory, a prefix cache. Like vLLM's V1.
+"""One simulated engine: continuous batching with a token budget, chunked prefill, paged memory, a prefix cache.
 
-While it only decodes, it goes from one change of its batch to the next in closed form (`Span`); a step that prefills
-is one event. What arrives meanwhile is looked at when the step under way ends, as an engine does.
+It follows vLLM's V1. While it only decodes, it goes from one change of its batch to the next in closed form (`Span`). A
+step that prefills is one event. Arrivals are looked at when the step under way ends, as in a real engine.
 """
 
 from __future__ import annotations
@@ -9,22 +9,16 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from deployments.messages import Finished, ReplicaInfo, StepSample
+from deployments.messages import ReplicaInfo
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.memory import BlockMemory
-from load_tests.simulator.span import Span
-from load_tests.simulator.steps import Chunk, Happened, Limits, Step
+from load_tests.simulator.steps import Chunk, Happened, Limits, Log, Pace, Step
 from load_tests.simulator.work import Work
-
-FINISHED_KEPT = 256
-"""Parts that a snapshot names at most; a pool that ends more between two snapshots is not simulated here."""
-SAMPLES_KEPT = 4
-"""Step samples per snapshot at most: a span of equal steps gives one."""
 
 
 class Replica:
-    """`boundary_s`: when it next wants `boundary` to be called; None: when something arrives."""
+    """One engine. `boundary_s`: when `boundary` is to be called next; None: not before something arrives."""
 
     def __init__(
         self, info: ReplicaInfo, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float = 1.0
@@ -36,13 +30,11 @@ class Replica:
         self.preemptions = 0
         self.backlog_tokens = 0
         self.sessions: dict[str, Work] = {}
-        self.finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
-        self.finished_count = 0
-        self.samples: deque[StepSample] = deque(maxlen=SAMPLES_KEPT)
+        self.log = Log()
         self.waiting: deque[Work] = deque()
         self.prefilling: list[Work] = []
         self._ready: deque[Work] = deque()
-        self._coefficients, self._limits, self._rng, self._speed = coefficients, limits, rng, speed
+        self._limits, self._pace = limits, Pace(coefficients, limits, rng, speed)
         self._step: Step | None = None
 
     @property
@@ -51,7 +43,7 @@ class Replica:
         return len(self.batch) + len(self.prefilling)
 
     def expect(self, work: Work) -> None:
-        """A sequence that is to be submitted: its call is here, and waits for decode's offer."""
+        """A sequence that will be submitted later: its call is here, and waits for the offer of decode."""
         self.sessions[work.session_id] = work
 
     def submit(self, work: Work, now_s: float) -> None:
@@ -73,14 +65,14 @@ class Replica:
         self._interrupt(now_s)
 
     def release(self, work: Work, now_s: float) -> None:
-        """Nobody reads the blocks of an ended sequence that kept them any more."""
+        """The blocks that an ended sequence kept are no longer read."""
         self.memory.release(work, self.memory.blocks_for(work.target))
         self.sessions.pop(work.session_id, None)
         if self.waiting:
             self._interrupt(now_s)
 
     def decoded_now(self, now_s: float) -> tuple[int, int]:
-        """Decode steps that are done and not in `batch` yet, and the blocks that they took."""
+        """The decode steps that are done but not in `batch` yet, and the blocks that they took."""
         step = self._step
         if step is None or step.chunks:
             return 0, 0
@@ -88,7 +80,7 @@ class Replica:
         return steps, self.batch.growth(steps)
 
     def boundary(self, now_s: float) -> Happened:
-        """The step or span under way is over: take what it brought, and begin the next."""
+        """The step or span under way is over: take its results, and begin the next."""
         happened = Happened()
         if self._step is not None:
             self._complete(self._step, happened)
@@ -104,7 +96,7 @@ class Replica:
         return happened
 
     def _interrupt(self, now_s: float) -> None:
-        """Something is new: look at it when the decode step under way ends, or now when there is none."""
+        """Something arrived: look at it when the decode step under way ends, or now when none is under way."""
         step = self._step
         if step is None:
             self.boundary_s = now_s
@@ -115,7 +107,7 @@ class Replica:
             self.boundary_s = step.begun_s + step.factor * step.span.seconds(step.steps)
 
     def _complete(self, step: Step, happened: Happened) -> None:
-        self._sample(step)
+        self.log.sample(step, self.batch)
         if len(self.batch):
             self.memory.grow(self.batch.growth(step.steps))
             for work in self.batch.advance(step.steps):
@@ -125,7 +117,7 @@ class Replica:
             self._computed(work, tokens, step.begun_s, happened)
 
     def _computed(self, work: Work, tokens: int, begun_s: float, happened: Happened) -> None:
-        """A chunk of a prompt is there; after the last one the sequence has a token more."""
+        """A chunk of a prompt is computed; after the last one the sequence has one token more."""
         begin = work.computed if work.is_offered else 0
         work.is_offered = True  # its cached part goes out with the first chunk
         work.computed += tokens
@@ -143,21 +135,20 @@ class Replica:
             return
         happened.ended.append(work)
         if work.keeps:
-            self._log(work)
+            self.log.end(work)
         else:
             self._end(work)
 
     def _end(self, work: Work) -> None:
         self.memory.release(work, self.memory.blocks_for(work.context))
         self.sessions.pop(work.session_id, None)
-        self._log(work)
-
-    def _log(self, work: Work) -> None:
-        self.finished.append(Finished(work.session_id, work.epoch, work.outputs))
-        self.finished_count += 1
+        self.log.end(work)
 
     def _make_room(self) -> bool:
-        """The next decode step needs blocks: where they lack, the newest sequences start over. True: some did."""
+        """The next decode step needs blocks:
+
+        while too few are free, the newest sequence starts over. True: some did.
+        """
         preempted = False
         while len(self.batch) and self.batch.growth(1) > self.memory.total - self.memory.used:
             work = self.batch.drop_newest()
@@ -172,7 +163,7 @@ class Replica:
         return preempted
 
     def _admit(self, happened: Happened) -> None:
-        """Take in who waits, in order, while seats, tokens and blocks last."""
+        """Take in waiting sequences, in order, while seats, tokens and blocks last."""
         reserve, most = self.batch.growth(1), self._most_of_one()
         budget = self._limits.batched_tokens - len(self.batch)
         budget -= sum(min(most, work.target - work.computed) for work in self.prefilling)
@@ -196,21 +187,14 @@ class Replica:
         if not self.seats_taken:
             return None
         chunks, context = self._chunks()
-        truth = self._coefficients
-        new = sum(tokens for _, tokens in chunks)
-        base_s = truth.step_s(new, context, len(self.batch), 0)
         steps = 1
         if not chunks:
             steps = min(self.batch.steps_left(), most_steps)
             steps = self.batch.steps_within(self.memory.total - self.memory.used, steps)
-        factor = self._speed
-        if self._limits.noise_sigma:
-            factor *= self._rng.lognormvariate(0.0, self._limits.noise_sigma)
-        span = Span(base_s, truth.context_s, len(self.batch), self.batch.context)
-        return Step(now_s, factor, span, steps, chunks, context)
+        return self._pace.step(now_s, self.batch, steps, chunks, context)
 
     def _most_of_one(self) -> int:
-        """Prompt tokens of one sequence that a step takes."""
+        """The most prompt tokens of one sequence in a step."""
         has_others = len(self.sessions) > 1
         return self.info.chunk_tokens if has_others and self.info.chunk_tokens else self._limits.batched_tokens
 
@@ -226,15 +210,3 @@ class Replica:
             context += tokens * work.computed + tokens * (tokens - 1) // 2
             budget -= tokens
         return chunks, context
-
-    def _sample(self, step: Step) -> None:
-        last = step.steps - 1
-        self.samples.append(
-            StepSample(
-                step.factor * step.span.step_s(last),
-                sum(tokens for _, tokens in step.chunks),
-                step.prefill_context,
-                len(self.batch),
-                self.batch.context + last * len(self.batch) if len(self.batch) else 0,
-            )
-        )

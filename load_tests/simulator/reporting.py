@@ -1,4 +1,4 @@
-"""What a simulated replica says of itself, in the messages of a real one."""
+"""What a simulated replica reports, in the messages of a real one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from load_tests.simulator.replica import Replica
 
 
 class Reporter:
-    """Makes a replica's snapshots. `changed`: it has news; `reported_s`: of the newest snapshot."""
+    """Makes a replica's snapshots. `changed`: it has something new; `reported_s`: the time of the newest snapshot."""
 
     def __init__(self, replica: Replica) -> None:
         self.changed = True
@@ -21,8 +21,6 @@ class Reporter:
         replica = self._replica
         steps, growth = replica.decoded_now(now_s)
         batch, memory = replica.batch, replica.memory
-        samples = tuple(replica.samples)
-        replica.samples.clear()
         self._version += 1
         self.changed, self.reported_s = False, now_s
         return ReplicaSnapshot(
@@ -39,9 +37,9 @@ class Reporter:
             pool=replica.info.pool,
             running_tokens=batch.context + steps * len(batch),
             cached_blocks=memory.idle,
-            finished=tuple(replica.finished),
-            finished_version=replica.finished_count,
-            steps=samples,
+            finished=tuple(replica.log.finished),
+            finished_version=replica.log.finished_count,
+            steps=replica.log.take_samples(),
             cache=self._cache(),
         )
 

@@ -1,16 +1,31 @@
-"""What an engine is allowed, what it is computing, and what came of it."""
+"""What an engine may compute, what it computes now, how long that takes, and what came of it."""
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from dataclasses import dataclass, field
 
+from deployments.messages import Finished, StepSample
+from deployments.step_cost import Coefficients
+from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.span import Span
 from load_tests.simulator.work import Work
+
+FINISHED_KEPT = 256
+"""The most parts that a snapshot names. A pool that ends more between two snapshots is not simulated here."""
+
+SAMPLES_KEPT = 4
+"""The most step samples in a snapshot: a span of equal steps gives one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`span_steps`: decode steps taken at once at most; 1 simulates step by step. `noise_sigma`: of lognormal noise."""
+    """The most prompt tokens and sequences of a step.
+
+    `span_steps`: the most decode steps taken at once; 1 simulates step by step. `noise_sigma`: of lognormal noise on
+    the time of a step.
+    """
 
     batched_tokens: int = 8192
     sequences: int = 256
@@ -30,7 +45,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Happened:
-    """What one boundary between steps brought. `offered`: their blocks are ready for KV from elsewhere."""
+    """What one boundary between steps brought. `offered`: sequences whose blocks are ready for another replica's KV."""
 
     chunks: list[Chunk] = field(default_factory=list)
     first: list[Work] = field(default_factory=list)
@@ -40,7 +55,10 @@ class Happened:
 
 @dataclass(slots=True)
 class Step:
-    """What is being computed: `steps` steps of decode, the first of them with `chunks`."""
+    """What is being computed.
+
+    `steps` decode steps, or one step with `chunks`. `factor`: its times are multiplied by it.
+    """
 
     begun_s: float
     factor: float
@@ -48,3 +66,56 @@ class Step:
     steps: int
     chunks: list[tuple[Work, int]]
     prefill_context: int = 0
+
+
+class Pace:
+    """How long the steps of one replica take.
+
+    `speed`: its times are multiplied by it, as replicas are not all alike.
+    """
+
+    def __init__(self, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float) -> None:
+        self._coefficients, self._limits, self._rng, self._speed = coefficients, limits, rng, speed
+
+    def step(self, now_s: float, batch: DecodeBatch, steps: int, chunks: list[tuple[Work, int]], context: int) -> Step:
+        """A step that begins now. `context`: the sum, over the tokens of the chunks, of the tokens before each."""
+        new = sum(tokens for _, tokens in chunks)
+        base_s = self._coefficients.step_s(new, context, len(batch), 0)
+        factor = self._speed
+        if self._limits.noise_sigma:
+            factor *= self._rng.lognormvariate(0.0, self._limits.noise_sigma)
+        span = Span(base_s, self._coefficients.context_s, len(batch), batch.context)
+        return Step(now_s, factor, span, steps, chunks, context)
+
+
+class Log:
+    """What a replica reports of the past: parts that ended, and samples of its steps."""
+
+    def __init__(self) -> None:
+        self.finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
+        self.finished_count = 0
+        self._samples: deque[StepSample] = deque(maxlen=SAMPLES_KEPT)
+
+    def end(self, work: Work) -> None:
+        """A part has ended."""
+        self.finished.append(Finished(work.session_id, work.epoch, work.outputs))
+        self.finished_count += 1
+
+    def sample(self, step: Step, batch: DecodeBatch) -> None:
+        """A step is over; `batch` is still as it was in it."""
+        last = step.steps - 1
+        self._samples.append(
+            StepSample(
+                step.factor * step.span.step_s(last),
+                sum(tokens for _, tokens in step.chunks),
+                step.prefill_context,
+                len(batch),
+                batch.context + last * len(batch) if len(batch) else 0,
+            )
+        )
+
+    def take_samples(self) -> tuple[StepSample, ...]:
+        """The samples since the last call."""
+        samples = tuple(self._samples)
+        self._samples.clear()
+        return samples

@@ -9,13 +9,13 @@ from deployments.messages import NOTHING, Reservation
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What a replica has to do for a session, and how far it is. Lengths in tokens.
+    """What a replica has to do for a session, and how much is done. Lengths are in tokens.
 
-    `outputs`: tokens to generate here. `reserved`: what its placement promised it here. `loads`: its prompt's KV comes
-    from elsewhere. `keeps`: its blocks stay after its last token, until `Replica.release`. `generated`: tokens so far,
-    of whoever made them. `computed`: tokens of `target` whose KV is there while it prefills; `target` grows when a
-    preempted sequence computes its answer again. `held`: leading hashed blocks that it holds by name; `is_sharing`: the
-    next full ones may be named too.
+    `outputs`: tokens to generate here. `reserved`: what its placement reserved here. `loads`: the KV of its prompt
+    comes from another replica. `keeps`: its blocks stay after its last token, until `Replica.release`. `generated`:
+    tokens so far, also those of the other replica. `computed`: while it prefills, the tokens of `target` whose KV is
+    there. `target` grows when a preempted sequence computes its answer again. `held`: leading hashed blocks that it
+    holds by their hashes. `is_sharing`: the next full blocks may be found by their hashes too.
     """
 
     session_id: str
@@ -32,9 +32,6 @@ class Work:
     cached_tokens: int = 0
     held: int = 0
     is_sharing: bool = True
-    end_step: int = -1
-    crossing: int = 0
-    started_s: float = -1.0
     is_offered: bool = False
 
     def __post_init__(self) -> None:

@@ -1,0 +1,94 @@
+"""Engines and KV planes of the mock kind that a test can stop, slow down, break and fill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deployments.engine.mock.engine import MockEngine
+from deployments.messages import Role
+from transfer.memory.in_process_plane import InProcessPlane
+from transfer.memory.plane import PlaneError, WriteState
+
+
+class GatedPlane(InProcessPlane):
+    """A KV plane that a test holds up: while `shut`, writes stay under way; while `broken`, they fail."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.shut = self.broken = False
+        self.writes = 0
+        self.on_write: Callable[[], None] = lambda: None
+
+    def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
+        self.writes += 1
+        self.on_write()
+        return agent, layer, tuple(local), tuple(remote)
+
+    def check(self, handle: Any) -> WriteState:
+        if self.broken:
+            return WriteState.FAILED
+        if self.shut:
+            return WriteState.BUSY
+        try:
+            return super().write(*handle)
+        except PlaneError:
+            return WriteState.FAILED
+
+
+class GatedEngine(MockEngine):
+    """A mock engine that a test holds up.
+
+    It computes nothing while `go` is clear; `stopped` is set when it has work and waits for `go`. `is_deaf`: it answers
+    no question, like an engine in an endless step. `slower_s`: added to each step.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.go, self.stopped, self.is_deaf = asyncio.Event(), asyncio.Event(), False
+        self.slower_s = 0.0
+        self.on_point: Callable[[str], None] = lambda point: None
+        self.go.set()
+
+    async def add(self, frames: tuple[bytes, ...]) -> None:
+        await super().add(frames)
+        if self._role is Role.DECODE:
+            self.on_point("before_offer")
+
+    def _loaded(self, sequence: Any, token: int | None) -> None:
+        super()._loaded(sequence, token)
+        self.on_point("landing")
+
+    async def _compute(self, work: Any) -> None:
+        if not self.go.is_set():
+            self.stopped.set()
+            await self.go.wait()
+            self.stopped.clear()
+        if self.slower_s:
+            await asyncio.sleep(self.slower_s)
+        await super()._compute(work)
+        if self._role is Role.DECODE:
+            self.on_point("decoding")
+
+    async def counters(self) -> dict[str, float]:
+        if self.is_deaf:
+            await asyncio.sleep(3600)
+        return await super().counters()
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that sequences hold, by the engine's own books."""
+        return self._scheduler.used_blocks
+
+    def fill(self) -> Callable[[], None]:
+        """Take every free block away. Returns a function that gives them back."""
+        free = self._scheduler._free
+        taken = tuple(free)
+        free.clear()
+
+        def give_back() -> None:
+            free.extend(taken)
+            self._wake.set()
+
+        return give_back

@@ -1,0 +1,234 @@
+"""A whole control plane in one process, without Ray: every part is the real one but the engines, which are mocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Any
+
+from configs.schema import BatonConfig
+from deployments.cluster.core import ClusterCore
+from deployments.cluster.recovery import Limits
+from deployments.cluster.request_context import RequestContext
+from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
+from deployments.engine.protocol import EngineError, Identity
+from deployments.manager.manager import LISTEN_S, SessionManager
+from deployments.manager.stand_in import StandIn
+from deployments.messages import Role
+from deployments.replica.replica import Replica
+from load_tests.chaos.points import Points
+from load_tests.harness.control_plane.books import held_by_replicas, open_sessions
+from load_tests.harness.control_plane.fleet import PATIENCE_S, REPLICAS, WAIT_S, until
+from load_tests.harness.control_plane.gates import GatedEngine, GatedPlane
+from load_tests.harness.control_plane.ingress import Answer, Ingress
+from load_tests.harness.control_plane.ports import ManagerPort, Pool
+
+
+class InProcess:
+    """The session manager, the replicas and the cluster core, and a frontend that takes the outputs."""
+
+    def __init__(self, config: BatonConfig, timings: Timings = DEFAULT_TIMINGS, limits: Limits | None = None) -> None:
+        self._config, self._timings = config, timings
+        self._limits = limits or Limits(config.placement.max_attempts)
+        self.manager = SessionManager(config)
+        self.manager_port: Any = ManagerPort(self.manager)
+        self.engines: dict[str, GatedEngine] = {}
+        self.planes: dict[str, GatedPlane] = {}
+        self.replicas: dict[str, Replica] = {}
+        self.pools = {pool: Pool(self.replicas) for pool in config.pools}
+        self.points = Points()
+        for each in self.pools.values():
+            each.on_point = self.points.reached
+        self.answers: dict[str, Answer] = {}
+        self._asked = 0
+        self._ingress = self._new_ingress()
+
+    def _new_ingress(self) -> Ingress:
+        return Ingress(self._config, self._timings, self._limits, self.pools, self.manager_port, self.answers)
+
+    @property
+    def core(self) -> ClusterCore:
+        """The cluster core of the newest ingress."""
+        return self._ingress.core
+
+    @property
+    def stand_in(self) -> StandIn:
+        """The stand-in of the newest ingress."""
+        return self._ingress.stand_in
+
+    async def start(self, *replica_ids: str) -> None:
+        """Start replicas, and wait until the session manager knows that they are ready."""
+        for replica_id in replica_ids:
+            self._build(replica_id)
+        await asyncio.gather(*(self.replicas[replica_id].start() for replica_id in replica_ids))
+        await until(lambda: self._are_ready(replica_ids))
+
+    def _build(self, replica_id: str) -> None:
+        pool = replica_id.rpartition("-")[0]
+        role = Role.PREFILL if pool == "prefill" else Role.DECODE
+        plane = self.planes[replica_id] = GatedPlane(replica_id)
+        engine = self.engines[replica_id] = GatedEngine(
+            self._config.pools[pool].engine,
+            role=role,
+            replica_id=replica_id,
+            fingerprint="mock",
+            secret="a secret of the tests",
+            host="127.0.0.1",
+            handoff_timeout_s=self._config.channel.handoff_timeout_s,
+            max_model_len=self._config.model.max_model_len,
+            plane=plane,
+        )
+        plane.on_write = lambda: self.points.reached("writing", replica_id)
+        engine.on_point = lambda point: self.points.reached(point, replica_id)
+        identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
+        self.replicas[replica_id] = Replica(identity, engine, self.manager_port, self._config.placement)
+
+    async def _are_ready(self, replica_ids: Collection[str]) -> bool:
+        pools = (await self.manager.ready())["pools"].values()
+        loads = {replica_id: replica["load"] for pool in pools for replica_id, replica in pool["replicas"].items()}
+        return all(loads.get(replica_id) for replica_id in replica_ids)
+
+    def lose_manager(self) -> None:
+        """The session manager dies with all that it knew."""
+        self.manager_port.lose()
+
+    def restart_manager(self) -> None:
+        """Another session manager takes its place."""
+        self.manager = SessionManager(self._config, listen_s=LISTEN_S)
+        self.manager_port.restart(self.manager)
+
+    def kill_ingress(self) -> None:
+        """The ingress dies with all that it knew, and another takes its place. No other process is told."""
+        self.end_ingress()
+        for answer in self.answers.values():
+            if answer.reason is None:
+                answer.cut = True
+                answer.news.set()
+        self._ingress = self._new_ingress()
+
+    def end_ingress(self) -> None:
+        """The ingress dies, and there is none."""
+        self._ingress.kill()
+
+    async def close(self) -> None:
+        """End everything, the ingress first."""
+        self._ingress.shutdown()
+        for replica in self.replicas.values():
+            await asyncio.wait_for(replica.stop(), WAIT_S)
+        await self._ingress.close()
+
+    async def ask(self, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Add a request as vLLM's frontend does."""
+        self._asked += 1
+        request_id = f"request-{self._asked}"
+        answer = self.answers[request_id] = Answer(request_id, RequestContext(request_id))
+        self.points.reached("opening")
+        await self._ingress.add(answer, prompt, sampling)
+        return answer
+
+    def forget(self, answer: Answer) -> None:
+        """Keep nothing of a request that is over, nor of its tasks."""
+        del self.answers[answer.request_id]
+        for pool in self.pools.values():
+            pool.tasks.clear()
+
+    async def abort(self, answer: Answer) -> None:
+        """The request's client goes away."""
+        await self.core.abort_requests_async([answer.request_id])
+
+    async def answer(self, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Ask, and wait for the end."""
+        return await (await self.ask(prompt, **sampling)).over()
+
+    async def local(self, prompt: Sequence[int], **sampling: Any) -> list[int]:
+        """What one decode replica answers by itself."""
+        answer = await self.answer(prompt, **{**sampling, "prompt_logprobs": 0})
+        assert answer.context.rules == {"prompt_logprobs"}
+        return answer.tokens
+
+    async def placements(self) -> dict[str, dict[str, Any]]:
+        """The promises of open sessions by request id."""
+        return {promise["session_id"]: promise for promise in (await self.manager.status())["promises"]}
+
+    async def placed(self, answer: Answer) -> dict[str, Any]:
+        """Wait until a request is placed and its ingress knows the placement."""
+
+        async def look() -> Any:
+            return (await self.placements()).get(answer.request_id) if answer.context.modes else None
+
+        placed: dict[str, Any] = await until(look)
+        return placed
+
+    async def queued(self, count: int) -> None:
+        """Wait until so many requests wait for a place."""
+
+        async def look() -> bool:
+            return bool((await self.manager.status())["sessions"]["queued"] == count)
+
+        await until(look)
+
+    async def stopped(self, replica_id: str) -> None:
+        """Wait until an engine whose `go` is clear has work."""
+        await asyncio.wait_for(self.engines[replica_id].stopped.wait(), WAIT_S)
+
+    async def kill(self, replica_id: str) -> None:
+        """End an engine and its KV channel in the middle of their work, and wait until its replica is unhealthy."""
+        await self.engines[replica_id].shutdown()
+
+        async def look() -> bool:
+            try:
+                self.replicas[replica_id].check_health()
+            except EngineError:
+                return True
+            return False
+
+        await until(look)
+
+    async def bury(self, replica_id: str) -> None:
+        """Stop what is left of a replica, and forget it."""
+        await asyncio.wait_for(self.replicas.pop(replica_id).stop(), WAIT_S)
+        del self.engines[replica_id], self.planes[replica_id]
+
+    async def closed(self) -> None:
+        """Wait until the core and the manager have no open session, whatever the engines still have to do."""
+        await self._until_nothing(lambda: open_sessions(self.core, self.manager))
+
+    async def settle(self, dead: Collection[str] = (), wait_s: float = PATIENCE_S) -> None:
+        """Wait until nothing is open anywhere and every block is free, by the engines' and the manager's books."""
+        await self._until_nothing(lambda: self._left(dead), wait_s)
+        assert not [answer.surplus for answer in self.answers.values() if answer.surplus]
+
+    async def _until_nothing(self, look: Callable[[], Any], wait_s: float = PATIENCE_S) -> None:
+        left: dict[str, Any] = {}
+
+        async def found_nothing() -> bool:
+            nonlocal left
+            left = await look()
+            return not left
+
+        try:
+            await until(found_nothing, wait_s)
+        except TimeoutError:
+            raise AssertionError(f"still there after {wait_s:g} s: {left}") from None
+
+    async def _left(self, dead: Collection[str]) -> dict[str, Any]:
+        overcommit = self._config.placement.overcommit
+        held = await held_by_replicas(self.replicas, self.engines, self.manager, overcommit, dead)
+        return await open_sessions(self.core, self.manager) | held
+
+
+@contextlib.asynccontextmanager
+async def in_process(
+    config: BatonConfig,
+    replica_ids: Collection[str] = tuple(REPLICAS),
+    timings: Timings = DEFAULT_TIMINGS,
+    limits: Limits | None = None,
+) -> AsyncIterator[InProcess]:
+    """A control plane with these replicas up, closed at the end."""
+    cluster = InProcess(config, timings, limits)
+    try:
+        await cluster.start(*replica_ids)
+        yield cluster
+    finally:
+        await cluster.close()

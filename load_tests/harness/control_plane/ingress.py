@@ -1,0 +1,139 @@
+"""One ingress of the control plane: the cluster core with its stand-in, and a frontend that takes the outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from configs.schema import BatonConfig
+from deployments.cluster import request_context
+from deployments.cluster.core import ClusterCore
+from deployments.cluster.recovery import Limits
+from deployments.cluster.request_context import RequestContext
+from deployments.cluster.timings import Timings
+from deployments.manager.stand_in import StandIn
+from deployments.messages import Handoff
+from load_tests.harness.control_plane.fleet import PATIENCE_S
+from load_tests.harness.control_plane.ports import Line, ManagerLine, ManagerPort, Pool
+
+
+@dataclass
+class Answer:
+    """What the frontend gets for one request, and when.
+
+    `surplus`: outputs that came after the last one. `cut`: its ingress died before the end. `times_s`: when each output
+    came, by the monotonic clock.
+    """
+
+    request_id: str
+    context: RequestContext
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    surplus: list[EngineCoreOutput] = field(default_factory=list)
+    cut: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.outputs[-1].finish_reason if self.outputs else None
+
+    @property
+    def has_failed(self) -> bool:
+        """The frontend was told of an error."""
+        return self.reason is FinishReason.ERROR
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[-1].stop_reason if self.outputs else None
+
+    def take(self, output: EngineCoreOutput) -> None:
+        if self.reason is not None:
+            self.surplus.append(output)
+            return
+        self.outputs.append(output)
+        self.times_s.append(time.monotonic())
+        self.tokens += output.new_token_ids
+        self.news.set()
+
+    async def has(self, tokens: int) -> Answer:
+        """Wait for so many tokens."""
+        await self._until(lambda: len(self.tokens) >= tokens)
+        return self
+
+    async def over(self, wait_s: float = PATIENCE_S) -> Answer:
+        """Wait for the end."""
+        await self._until(lambda: self.cut or self.reason is not None, wait_s)
+        return self
+
+    async def _until(self, condition: Callable[[], bool], wait_s: float = PATIENCE_S) -> None:
+        async with asyncio.timeout(wait_s):
+            while not condition():
+                self.news.clear()
+                await self.news.wait()
+
+
+class Ingress:
+    """A cluster core whose calls to the pools and the manager can be cut. `answers`: filled in as outputs come."""
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        timings: Timings,
+        limits: Limits,
+        pools: Mapping[str, Pool],
+        manager: ManagerPort,
+        answers: Mapping[str, Answer],
+    ) -> None:
+        handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
+        timeout_s, block_size = config.placement.session_timeout_s, config.prefill.engine.block_size
+        self._answers = answers
+        self._lines = {name: Line(pool) for name, pool in pools.items()}
+        self._manager_line: Any = ManagerLine(manager)
+        self.stand_in = StandIn(self._manager_line, config)
+        self.core = ClusterCore(
+            self.stand_in, self._lines, "127.0.0.1", timeout_s, block_size, limits, handoff, timings
+        )
+        self._reader = asyncio.create_task(self._read())
+
+    def shutdown(self) -> None:
+        """Shut the core down, as the process does that ends."""
+        self.core.shutdown()
+        self.stand_in.shutdown()
+
+    def kill(self) -> None:
+        """The process dies: nothing goes out any more, and open calls run on."""
+        self._manager_line.is_cut = True
+        for line in self._lines.values():
+            line.is_cut = True
+        self.shutdown()
+        self._reader.cancel()
+
+    async def close(self) -> None:
+        """End the frontend's task."""
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+
+    async def add(self, answer: Answer, prompt: Sequence[int], sampling: Mapping[str, Any]) -> None:
+        """Add a request as vLLM's frontend does, in a context of its own."""
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+        request = EngineCoreRequest(answer.request_id, list(prompt), None, params, None, 0.0, None, None, None)
+
+        async def add() -> None:
+            request_context.current.set(answer.context)
+            await self.core.add_request_async(request)
+
+        await asyncio.get_running_loop().create_task(add(), context=copy_context())
+
+    async def _read(self) -> None:
+        while True:
+            for output in (await self.core.get_output_async()).outputs:
+                if (answer := self._answers.get(output.request_id)) is not None:
+                    answer.take(output)

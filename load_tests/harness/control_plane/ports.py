@@ -1,0 +1,128 @@
+"""Direct ports in place of Serve handles.
+
+Arguments and results are pickled, as on their way between processes. A cancelled call is cancelled on the replica
+without waiting for it, as Serve does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from deployments.engine.protocol import EngineError
+from deployments.errors import ReplicaLost, Unavailable
+from deployments.manager.manager import SessionManager
+from deployments.messages import SessionReport, SessionTask
+from deployments.replica.replica import Replica
+
+
+class ManagerPort:
+    """The session manager's port, as Serve has it.
+
+    A call that is open when the manager dies ends with an error at once. A call that comes while there is no manager
+    waits for the next one.
+    """
+
+    def __init__(self, manager: SessionManager) -> None:
+        self._manager: SessionManager | None = manager
+        self._dead, self._born = asyncio.Event(), asyncio.Event()
+        self._born.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._call, name)
+
+    def lose(self) -> None:
+        """The manager dies."""
+        self._manager, self._born = None, asyncio.Event()
+        self._dead.set()
+
+    def restart(self, manager: SessionManager) -> None:
+        """Another manager takes its place."""
+        self._manager, self._dead = manager, asyncio.Event()
+        self._born.set()
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        await self._born.wait()
+        call = asyncio.ensure_future(getattr(self._manager, name)(*pickle.loads(pickle.dumps(args))))
+        dead = asyncio.ensure_future(self._dead.wait())
+        try:
+            await asyncio.wait({call, dead}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise Unavailable("it has died")
+            return pickle.loads(pickle.dumps(call.result()))
+        finally:
+            call.cancel()
+            dead.cancel()
+
+
+class Pool:
+    """A pool's port. `error`: raised instead of a call. `reply_to`: the address that outputs go to instead."""
+
+    def __init__(self, replicas: dict[str, Replica]) -> None:
+        self._replicas = replicas
+        self.tasks: list[SessionTask] = []
+        self.error: Exception | None = None
+        self.reply_to: str | None = None
+        self.on_point: Callable[[str, str], None] = lambda point, replica_id: None
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        task = pickle.loads(pickle.dumps(task))
+        self.tasks.append(task)
+        self.on_point("placed", task.replica_id)
+        if self.error is not None:
+            raise self.error
+        if self.reply_to is not None:
+            task = replace(task, reply_to=self.reply_to)
+        if task.replica_id not in self._replicas:
+            raise ReplicaLost(f"there is no {task.replica_id}")
+        call = asyncio.create_task(self._replicas[task.replica_id].run(task))
+        try:
+            report: SessionReport = pickle.loads(pickle.dumps(await asyncio.shield(call)))
+        except EngineError as error:
+            raise ReplicaLost(str(error)) from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        self.on_point("closing", task.replica_id)
+        return report
+
+
+class ManagerLine:
+    """The calls of one ingress to the session manager. Once it is cut, because the ingress died, every call fails."""
+
+    def __init__(self, port: ManagerPort) -> None:
+        self._port, self.is_cut = port, False
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._call, name)
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        if self.is_cut:
+            raise Unavailable("its ingress has died")
+        return await getattr(self._port, name)(*args)
+
+
+class Line:
+    """The calls of one ingress to a pool. Once it is cut, because the ingress died, its open calls run on."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self.is_cut = pool, False
+
+    async def run(self, task: SessionTask) -> SessionReport:
+        call = asyncio.create_task(self._pool.run(task))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not self.is_cut:
+                call.cancel()
+            call.add_done_callback(_ignore)
+            raise
+
+
+def _ignore(call: asyncio.Task[Any]) -> None:
+    if not call.cancelled():
+        call.exception()

@@ -5,17 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from configs.schema import BatonConfig, VllmEngineConfig
+    from configs.schema import BatonConfig, PoolConfig, VllmEngineConfig
 
 DEFAULT_CLASS = "default"
 """The only priority class of a configuration that names none. It has no objectives."""
 
-_SET_BY_BATON = frozenset(
-    {
-        *("kv_transfer_config", "kv_events_config", "model", "dtype", "enable_prefix_caching", "worker_extension_cls"),
-        "distributed_executor_backend",
-    }
-)
+_SET_BY_BATON = {
+    "distributed_executor_backend",
+    "dtype",
+    "enable_prefix_caching",
+    "kv_events_config",
+    "kv_transfer_config",
+    "model",
+    "worker_extension_cls",
+}
+"""vLLM arguments that `engine_args` may not hold."""
+
+
+def check_pool(pool: PoolConfig) -> None:
+    """Check the rules between the fields of one pool. Raises ValueError."""
+    if pool.replicas is not None and pool.autoscaling is not None:
+        raise ValueError("give `replicas` or `autoscaling`, not both")
+    if pool.max_prompt_tokens is not None and pool.max_prompt_tokens < pool.min_prompt_tokens:
+        raise ValueError(
+            f"min_prompt_tokens {pool.min_prompt_tokens} is over max_prompt_tokens {pool.max_prompt_tokens}"
+        )
 
 
 def check_application(config: BatonConfig) -> None:
@@ -38,7 +52,7 @@ def _check_name(name: str, what: str) -> None:
 
 
 def _check_engines(config: BatonConfig) -> None:
-    """The pools' engines can exchange KV blocks."""
+    """Check that the pools' engines can exchange KV blocks."""
     engines = {name: pool.engine for name, pool in config.pools.items()}
     for attribute in ("kind", "block_size"):
         values = {name: getattr(engine, attribute) for name, engine in engines.items()}
@@ -57,7 +71,7 @@ def _check_engines(config: BatonConfig) -> None:
 
 
 def _check_classes(config: BatonConfig) -> None:
-    """Every class that is named exists, and each has a decode pool that serves it."""
+    """Check that every class that is named exists, and that a decode pool serves it."""
     placement = config.placement
     known = placement.classes.keys() or {DEFAULT_CLASS}
     for name in known:

@@ -34,7 +34,8 @@ HEADINGS: dict[type[schema.Section], str] = {
 """Every section of the schema, in the order of the page, with its heading."""
 
 UNITS = {
-    "_per_s": "per second",
+    "_tokens_per_s": "tokens/s",
+    "bytes_per_s": "bytes/s",
     "_s": "s",
     "_bytes": "bytes",
     "_tokens": "tokens",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from configs.checks import DEFAULT_CLASS, check_application
+from configs.checks import DEFAULT_CLASS, check_application, check_pool
 
 __all__ = ["DEFAULT_CLASS"]
 
@@ -33,7 +33,7 @@ class ModelConfig(Section):
     name: str = Field("smollm2-135m-instruct", min_length=1)
     """The name that clients ask for."""
     max_model_len: int = Field(2048, gt=0)
-    """Prompt plus answer, in tokens."""
+    """Prompt plus answer."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     """The data type of weights and activations; `auto`: the checkpoint's."""
     cache_dir: Path | None = None
@@ -48,9 +48,9 @@ class VllmEngineConfig(Section):
     block_size: int = Field(128, ge=16, le=256)
     """Tokens per KV block: a power of two."""
     kv_cache_memory_bytes: int | None = Field(None, gt=0)
-    """KV memory per worker, in bytes; null: vLLM decides by `gpu_memory_utilization`."""
+    """KV memory per worker; null: vLLM decides by `gpu_memory_utilization`."""
     max_model_len: int | None = Field(None, gt=0)
-    """Prompt plus answer that this pool takes, in tokens; null: the model's."""
+    """Prompt plus answer that this pool takes; null: the model's."""
     max_num_seqs: int = Field(16, gt=0)
     """Sessions that one replica runs at once."""
     max_num_batched_tokens: int | None = Field(None, gt=0)
@@ -68,14 +68,14 @@ class VllmEngineConfig(Section):
     omp_threads: int = Field(1, gt=0)
     """OpenMP threads per worker on CPU."""
     engine_args: dict[str, Any] = {}
-    """The escape: more of vLLM's `AsyncEngineArgs`. A key that Baton sets is refused."""
+    """Any other of vLLM's `AsyncEngineArgs`. A key that Baton sets is refused."""
 
 
 class MockEngineConfig(Section):
-    """A paced double of the engine core, for tests of the control plane and for scale. Not a language model."""
+    """An engine that keeps a set pace and computes no model, for tests of the control plane and of large fleets."""
 
     kind: Literal["mock"] = "mock"
-    """The mock engine, which computes no language model."""
+    """The mock engine, which computes no model."""
     block_size: int = Field(16, ge=1)
     """Tokens per KV block."""
     num_blocks: int = Field(1024, gt=0)
@@ -85,11 +85,11 @@ class MockEngineConfig(Section):
     max_num_batched_tokens: int = Field(2048, gt=0)
     """Tokens per step."""
     num_layers: int = Field(4, gt=0)
-    """Layers of the pretended model."""
+    """Layers that the engine says its model has."""
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)
-    """The pace of prefill, in tokens per second."""
+    """The pace of prefill."""
     step_s: float = Field(0.005, ge=0)
-    """Seconds that a step takes, whatever it holds."""
+    """The length of a step, whatever it holds."""
     computes: bool = True
     """False: the engine neither computes nor reads KV, so a step costs hardly any CPU; all tokens are then alike."""
     seed: int = 0
@@ -113,14 +113,14 @@ class ResourcesConfig(Section):
 
 
 class PoolConfig(Section):
-    """One pool of like replicas: a Serve deployment of its own."""
+    """One pool of equal replicas: a Serve deployment of its own."""
 
     replicas: int | None = Field(None, gt=0)
     """A fixed number of replicas; null: 1, unless `autoscaling` is set."""
     autoscaling: dict[str, Any] | None = None
     """Ray Serve's `autoscaling_config`, instead of `replicas`."""
     surge_percent: int = Field(25, ge=0, le=100)
-    """Extra replicas during an update, in percent, rounded up; 0: an old replica stops before its successor starts."""
+    """Extra replicas during an update, rounded up; 0: an old replica stops before its successor starts."""
     resources: ResourcesConfig = ResourcesConfig()
     """What one replica takes from the Ray cluster."""
     engine: EngineConfig = VllmEngineConfig()
@@ -130,27 +130,22 @@ class PoolConfig(Section):
     device: str | None = None
     """The device whose data sheet gives the first guess of this pool's speed; null: `resources.accelerator_type`."""
     min_prompt_tokens: int = Field(0, ge=0)
-    """Shorter prompts go to other pools, in tokens."""
+    """Shorter prompts go to other pools."""
     max_prompt_tokens: int | None = Field(None, gt=0)
-    """Longer prompts go to other pools, in tokens; null: no limit."""
+    """Longer prompts go to other pools; null: no limit."""
     classes: tuple[str, ...] = ()
     """The priority classes that this pool serves; empty: all."""
     adapters: tuple[str, ...] = ()
     """The LoRA adapters that this pool serves; empty: any."""
 
     @model_validator(mode="after")
-    def _one_way_to_size(self) -> PoolConfig:
-        if self.replicas is not None and self.autoscaling is not None:
-            raise ValueError("give `replicas` or `autoscaling`, not both")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < self.min_prompt_tokens:
-            raise ValueError(
-                f"min_prompt_tokens {self.min_prompt_tokens} is over max_prompt_tokens {self.max_prompt_tokens}"
-            )
+    def _check(self) -> PoolConfig:
+        check_pool(self)
         return self
 
 
 class PacingConfig(Section):
-    """What a prefill worker may have under way at once. A write over a limit goes alone."""
+    """What a prefill worker may have under way at once. A single write that is over a limit goes alone."""
 
     peer_bytes: int = Field(64 * 1024 * 1024, gt=0)
     """Bytes outstanding to one decode worker."""
@@ -161,7 +156,7 @@ class PacingConfig(Section):
     device_descriptors: int = Field(32768, gt=0)
     """Descriptors outstanding over all peers."""
     bytes_per_s: float | None = Field(None, gt=0)
-    """The most that one worker sends, in bytes per second; null: no limit."""
+    """The most that one worker sends; null: no limit."""
 
 
 class ChannelConfig(Section):
@@ -180,7 +175,7 @@ class ChannelConfig(Section):
     pacing: PacingConfig = PacingConfig()
     """What a prefill worker may have under way at once."""
     link_bytes_per_s: float = Field(10e9, gt=0)
-    """Expected bandwidth between two replicas, in bytes per second: the first guess of a transfer's time."""
+    """Expected bandwidth between two replicas: the first guess of a transfer's time."""
     handoff_timeout_s: float = Field(60.0, gt=0)
     """Seconds from the offer of decode blocks until their KV must have landed."""
     secret: str | None = None
@@ -234,7 +229,10 @@ class WeightsConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Where requests go, which of them wait or are refused, and for how long."""
+    """Where requests go, which of them wait or are refused, and for how long.
+
+    It has more fields than other sections: an existing YAML file must keep its keys.
+    """
 
     policy: Literal[
         "joint",
@@ -265,13 +263,13 @@ class PlacementConfig(Section):
     prefill_queue_s: float | None = Field(None, gt=0)
     """Seconds of work after which a prefill replica gets no more; null: its engine queues without limit."""
     split_min_prompt_tokens: int = Field(1, ge=1)
-    """Shorter prompts are prefilled by the decode replica itself, in tokens."""
+    """The decode replica itself prefills shorter prompts."""
     queue_timeout_s: float = Field(30.0, gt=0)
     """Seconds that a request waits for capacity; then it gets 429, or 503 when no replica is up."""
     max_queued_requests: int = Field(1024, ge=0)
     """More waiting requests are refused at once with 429."""
     session_timeout_s: float = Field(600.0, gt=0)
-    """The longest life of a session, in seconds."""
+    """The longest life of a session. Then it ends with an error."""
     max_attempts: int = Field(4, ge=1)
     """Placements of one session in a row that may come to nothing. One that gives more than a first token starts the
     count anew."""
@@ -299,13 +297,13 @@ class IngressConfig(Section):
     num_cpus: float = Field(0.5, ge=0)
     """Logical CPUs of each ingress."""
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0)
-    """A larger request body is refused with 413, in bytes."""
+    """A larger request body is refused with 413."""
     max_ongoing_requests: int = Field(1024, gt=0)
     """Requests that Serve gives one ingress at once."""
     drain_s: float = Field(60.0, gt=0)
     """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
     server_args: dict[str, Any] = {}
-    """The escape: options of `vllm serve`, such as `tool_call_parser` or `chat_template`. An option that Baton sets
+    """Other options of `vllm serve`, such as `tool_call_parser` or `chat_template`. An option that Baton sets
     is refused by name."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from configs import schema
@@ -28,11 +30,18 @@ def test_no_field_says_its_default_twice(section: type[schema.Section]) -> None:
     assert [name for name, field in section.model_fields.items() if "default:" in (field.description or "")] == []
 
 
+@each_section
+def test_no_field_says_its_unit_twice(section: type[schema.Section]) -> None:
+    twice = re.compile(r", in (?:bytes|percent|seconds|tokens)\b")
+    assert [name for name, field in section.model_fields.items() if twice.search(field.description or "")] == []
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("drain_s", "s"),
-        ("bytes_per_s", "per second"),
+        ("link_bytes_per_s", "bytes/s"),
+        ("prefill_tokens_per_s", "tokens/s"),
         ("block_size", "tokens"),
         ("policy", ""),
         ("near_share", "share"),

@@ -1,4 +1,4 @@
-"""Our own routes, and the middleware around vLLM's server: limits, request ids, placement headers, errors.
+"""Baton's own routes, and the middleware around vLLM's server: limits, request ids, placement headers, errors.
 
 Pure ASGI; knows nothing of Ray or vLLM. A response's start is held back until its first content, so that a
 session that failed before its first token becomes a real status and not a 200 with an error event.
@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 
 
 class ControlPort(Protocol):
-    """What the HTTP side asks of the control plane. Either call may raise; later than 2 s is no answer."""
+    """What the HTTP side asks of the control plane. Either call may raise. An answer after 2 s counts as none."""
 
     async def ready(self) -> dict[str, Any]:
         """`{"ready": bool, "pools": {name: {"ready": bool, "replicas": [...]}}}`."""
         ...
 
     async def status(self) -> dict[str, Any]:
-        """Anything that JSON can hold."""
+        """An object that JSON can hold."""
         ...
 
 
 class Gateway:
-    """An ASGI application around vLLM's: our routes, and everything else through the middleware.
+    """An ASGI application around vLLM's: Baton's own routes, and everything else through the middleware.
 
-    `echo_request_id`: off where the proxy in front answers with the header itself, as Serve's does.
+    `echo_request_id`: False where the proxy in front answers with the header itself, as Serve's does.
     `observe` is called with every request that reached the inner application, and its status.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
@@ -93,7 +93,7 @@ class Gateway:
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
             body = await _read_body(scope, receive, self._config.max_body_bytes)
-            if body is None:  # the client left while it was sending
+            if body is None:  # the client is gone: it left while it was sending
                 return
             context = request_context(request_id, scope, body)
         except RequestError as error:
@@ -120,16 +120,16 @@ class Gateway:
 
 
 async def _ask(call: Coroutine[Any, Any, dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """The control plane's answer and True; `{"error": why}` and False when it gives none in time."""
+    """The control plane's answer and True, or `{"error": why}` and False when there is no answer in time."""
     try:
         return await asyncio.wait_for(call, CONTROL_TIMEOUT_S), True
-    except Exception as error:  # noqa: BLE001 - whatever keeps it from answering is the answer
+    except Exception as error:  # noqa: BLE001 - the reason why there is no answer becomes the answer
         logger.warning("the control plane did not answer: %r", error)
         return {"error": f"{type(error).__name__}: {error}".rstrip(": ")}, False
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes | None:
-    """The whole body, or None when the client left. Raises BodyTooLarge before reading past the limit."""
+    """The whole body, or None when the client is gone. Raises BodyTooLarge before it reads past the limit (bytes)."""
     declared = _header(scope, b"content-length") or b"0"
     too_large = BodyTooLarge(f"the request body is over {limit} bytes")
     if declared.isdigit() and int(declared) > limit:
@@ -152,7 +152,10 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes | None
 
 
 def _inner_scope(scope: Scope, request_id: str) -> Scope:
-    """`spec_version` 2.3: our `send` never raises for a client that left, so the inner side must listen."""
+    """The scope for the inner application.
+
+    `spec_version` is 2.3: `send` never raises for a client that is gone, so the inner application must listen for that.
+    """
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != REQUEST_ID]
     asgi = {**scope.get("asgi", {}), "spec_version": "2.3"}
     return {**scope, "asgi": asgi, "headers": [*headers, (REQUEST_ID, request_id.encode())]}

@@ -21,7 +21,7 @@ from deployments.errors import (
 
 
 class RequestError(Exception):
-    """Base of everything that is wrong with an HTTP request before it is anyone's session."""
+    """Base of everything that is wrong with an HTTP request before it becomes a session."""
 
 
 class BodyTooLarge(RequestError):
@@ -33,16 +33,16 @@ class BodyTimeout(RequestError):
 
 
 class HeaderTooLong(RequestError):
-    """A header that we read is too long to be what it should be."""
+    """A header that Baton reads is longer than its longest valid value."""
 
 
 class MethodNotAllowed(RequestError):
-    """One of our own routes was called with another method than GET."""
+    """One of Baton's own routes was called with another method than GET."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `code` and `retry_after_s` are used where the exception carries none of its own."""
+    """One row of the table. `code` and `retry_after_s` (seconds) are used where the exception has none of its own."""
 
     status: int
     type: str
@@ -50,7 +50,7 @@ class Row:
     retry_after_s: float | None = None
 
 
-# Looked up along the exception's MRO: the most specific row wins. OpenAI's client retries 408, 429 and 5xx.
+# The row of the exception's most specific class applies, along its MRO. OpenAI's client retries 408, 429 and 5xx.
 TABLE: dict[type[Exception], Row] = {
     NeverFits: Row(400, "invalid_request_error", "context_length_exceeded"),
     UnknownClass: Row(400, "invalid_request_error", "unknown_class"),
@@ -85,7 +85,7 @@ def error_body(message: str, error_type: str, code: str | int | None, param: str
 
 
 def answer(error: Exception) -> Answer:
-    """The response to a failed request; 500 without details for an exception that is not in the table."""
+    """The response to a failed request. An exception that is not in the table gives 500 without details."""
     row = next((TABLE[cls] for cls in type(error).__mro__ if cls in TABLE), _UNKNOWN)
     message = "internal error" if row is _UNKNOWN else str(error) or row.code.replace("_", " ")
     code = (isinstance(error, Overloaded) and error.code) or row.code
@@ -97,7 +97,7 @@ def answer(error: Exception) -> Answer:
 
 
 def of_status(status: int, message: str) -> Answer:
-    """An error that the inner server answered in some other shape than OpenAI's."""
+    """An error that the inner server answered in another shape than OpenAI's, in OpenAI's shape."""
     kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )

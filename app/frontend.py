@@ -1,7 +1,7 @@
-"""vLLM's own OpenAI server and frontend (AsyncLLM) over an engine-core client that is handed in.
+"""vLLM's own OpenAI server and frontend (AsyncLLM) over an engine-core client that the caller gives.
 
-vLLM renders, validates, tokenises and detokenises here; what it would send to its one engine core goes to the
-client given. The frontend loads no weights and needs no accelerator. When a new vLLM breaks this file,
+vLLM renders, validates, tokenises and detokenises here. What it would send to its one engine core goes to that
+client. The frontend loads no weights and needs no accelerator. When a new vLLM breaks this file,
 `tests/app/test_frontend_contract.py` names what moved.
 """
 
@@ -39,10 +39,10 @@ from configs.schema import BatonConfig
 TASKS = ("generate",)
 BUILD_TIMEOUT_S = 300.0
 
-# Every route of vLLM's that a user gets. Left out: /health, /ping and /load (ours, or one engine's); admin of
-# one engine (elastic ep, kv_event_sources, its development mode); vLLM's own disaggregation (/inference,
-# render, derender); stored responses (they live in one process's memory); what is no generation of ours
-# (systemone, generative_scoring); /invocations (another name for the same).
+# Every route of vLLM's that a user gets. These are left out: /health, /ping and /load (Baton's own, or of one engine);
+# administration of one engine (elastic ep, kv_event_sources, its development mode); vLLM's own disaggregation
+# (/inference, render, derender); stored responses (they are in one process's memory); what Baton does not generate
+# (systemone, generative_scoring); /invocations (another name for a route that is here).
 ALLOWED_ROUTES = frozenset(
     {
         "/v1/completions",
@@ -82,7 +82,20 @@ _OWNED = frozenset(
 
 
 class ClusterLLM(AsyncLLM):
-    """An AsyncLLM over a given engine-core client; it starts no engine and keeps no statistics of one."""
+    """An AsyncLLM over a given engine-core client. It starts no engine and keeps no statistics of one.
+
+    Its attributes are those that `AsyncLLM.__init__` sets. Those that never differ at the start are the class's.
+    """
+
+    log_stats = False
+    logger_manager = None
+    admission_stats = None
+    profiler = None
+    output_handler = None
+    _client_count = 1
+    _frontend_profiler_injected = False
+    _profile_session_guard_enabled = False
+    _profile_session_active = False
 
     def __init__(self, vllm_config: VllmConfig, core: EngineCoreClient, log_requests: bool = False) -> None:
         """Set what `AsyncLLM.__init__` sets, without building a client. Call it in a running event loop."""
@@ -93,15 +106,10 @@ class ClusterLLM(AsyncLLM):
         self.scheduler_config = vllm_config.scheduler_config
         self.observability_config = vllm_config.observability_config
         self.log_requests = log_requests
-        self.log_stats = False
-        self.logger_manager = None
-        self.admission_stats = None
         self._elastic_ep_lock = asyncio.Lock()
-        self._client_count = 1
+        self._profile_lock = asyncio.Lock()
         self._set_processors()
-        self._set_profiler()
         self.engine_core = core
-        self.output_handler = None
         self._run_output_handler()
 
     def _set_processors(self) -> None:
@@ -117,15 +125,8 @@ class ClusterLLM(AsyncLLM):
             tracing_enabled=tracing_endpoint is not None,
         )
 
-    def _set_profiler(self) -> None:
-        self.profiler = None
-        self._frontend_profiler_injected = False
-        self._profile_lock = asyncio.Lock()
-        self._profile_session_guard_enabled = False
-        self._profile_session_active = False
-
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, but how KV moves is not a client's to say: its `kv_transfer_params` go no further."""
+        """As vLLM's, without the client's `kv_transfer_params`: a client does not decide how KV moves."""
         extra = getattr(params, "extra_args", None)
         if extra and "kv_transfer_params" in extra:
             params.extra_args = {k: v for k, v in extra.items() if k != "kv_transfer_params"} or None
@@ -133,7 +134,7 @@ class ClusterLLM(AsyncLLM):
 
 
 async def build_server(config: BatonConfig, model_path: str, core: EngineCoreClient) -> tuple[ClusterLLM, FastAPI]:
-    """Build vLLM's OpenAI server over `core`; the application is ready to serve when this returns.
+    """Build vLLM's OpenAI server over `core`. The application is ready to serve when this returns.
 
     Raises:
         ValueError: `ingress.server_args` holds something that cannot be set.
@@ -146,18 +147,18 @@ async def build_server(config: BatonConfig, model_path: str, core: EngineCoreCli
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in ALLOWED_ROUTES]
     async with asyncio.timeout(BUILD_TIMEOUT_S):
         await init_app_state(llm, app.state, args, TASKS)
-    # vLLM's error handler tells its uvicorn to exit when the frontend has died; here `llm.errored` says so.
+    # vLLM's error handler tells its uvicorn to exit when the frontend has died. Here `llm.errored` says so instead.
     app.state.server = SimpleNamespace(should_exit=False)
     return llm, app
 
 
 def frontend_config(config: BatonConfig, model_path: str) -> VllmConfig:
-    """The configuration of a frontend without an engine: model, tokenizer, formats; no weights, no device."""
+    """The configuration of a frontend without an engine: model, tokenizer and formats, but no weights and no device."""
     return _vllm_config(_serve_args(config, model_path))
 
 
 def _vllm_config(args: Namespace) -> VllmConfig:
-    """As vLLM's `launch render` does it: `create_engine_config` would check quantisation on this node."""
+    """Built as vLLM's `launch render` builds it: `create_engine_config` would check quantisation on this node."""
     _settle_platform()
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
@@ -183,14 +184,14 @@ def _settle_platform() -> None:
 
 
 class _Parser(FlexibleArgumentParser):
-    """The parser of `vllm serve`, raising where the command line would exit."""
+    """The parser of `vllm serve`. It raises where the command line would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"ingress.server_args: {message}")
 
 
 def _serve_args(config: BatonConfig, model_path: str) -> Namespace:
-    """The arguments of `vllm serve`: ours, and those of `ingress.server_args` by their argparse names."""
+    """The arguments of `vllm serve`: Baton's, and those of `ingress.server_args` by their argparse names."""
     parser = make_arg_parser(_Parser())
     given = config.ingress.server_args
     known = vars(parser.parse_args([]))
@@ -210,7 +211,7 @@ def _serve_args(config: BatonConfig, model_path: str) -> Namespace:
 
 
 def _command_line(given: Mapping[str, Any]) -> list[str]:
-    """Text, numbers and mappings go through the parser and its checks; the caller sets the rest as it is."""
+    """Options for text, numbers and mappings, which the parser checks. The caller sets all others as they are."""
     encoded = {k: json.dumps(v) if isinstance(v, dict) else str(v) for k, v in given.items() if _is_text(v)}
     return [f"--{name.replace('_', '-')}={value}" for name, value in encoded.items()]
 
@@ -222,7 +223,7 @@ def _is_text(value: Any) -> bool:
 def _check(args: Namespace) -> None:
     try:
         validate_parsed_serve_args(args)
-    except TypeError as error:  # its way of saying that two options do not go together
+    except TypeError as error:  # raised for two options that do not go together
         raise ValueError(f"ingress.server_args: {error}") from error
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)

@@ -1,4 +1,4 @@
-"""One HTTP request to vLLM's server, its response held back until it is known what it will be. Pure ASGI."""
+"""One HTTP request to vLLM's server. Its response is held back until its status is certain. Pure ASGI."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ logger = logging.getLogger("baton.http")
 
 
 class Exchange:
-    """One request to the inner application and its response, held back until it is known what it will be.
+    """One request to the inner application and its response, which is held back until its status is certain.
 
-    Once the response is replaced, or the server cancels us, the inner application sees a disconnected client:
-    it aborts what it still runs, and what it still says is dropped.
+    Once the response is replaced, or the server cancels this call, the inner application sees a disconnected client:
+    it aborts what it still runs, and what it still sends is dropped.
     """
 
     def __init__(self, context: RequestContext, body: bytes, receive: Receive, send: Send) -> None:
@@ -47,7 +47,7 @@ class Exchange:
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, inner: ASGIApp, scope: Scope) -> None:
-        """Run the inner application until it ends or its response has been replaced; leaves no task."""
+        """Run the inner application until it ends or its response has been replaced. No task is left."""
         task = asyncio.ensure_future(inner(scope, self._receive, self._send))
         try:
             await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
@@ -118,22 +118,24 @@ class Exchange:
         await self._outer_send(marked)
 
     def _explained(self, message: Message) -> Message:
-        """The error event with which a stream breaks off: vLLM's server knows that there is an error, we know which."""
+        """The error event with which a stream breaks off, by Baton's error: vLLM's server does not know which it is."""
         error, body = self._context.error, message.get("body", b"")
         if error is None or not body.startswith((_STREAMED_ERROR, _MESSAGES_ERROR)):
             return message
         return {**message, "body": _event(answer(error), is_message=body.startswith(_MESSAGES_ERROR))}
 
     def _marked(self, message: Message) -> Message:
-        """A seed's answer that several engines gave has a `system_fingerprint` that says so: OpenAI's sign that it
-        may not be what the same seed gives another time. vLLM's server puts it into the last chunk, or the one body.
+        """Mark the `system_fingerprint` of a seed's answer that several engines have given.
+
+        This is OpenAI's sign that the same seed may give another answer another time. vLLM's server puts it into
+        the last chunk of a stream, or into the one body.
         """
         if not self._context.seed_moved:
             return message
         return {**message, "body": message.get("body", b"").replace(_FINGERPRINT, _FINGERPRINT + b"moved-")}
 
     async def _replace(self, response: Answer) -> None:
-        """Answer in the inner application's place, keeping its headers (such as CORS's), and be rid of it."""
+        """Answer in the inner application's place, with its headers (such as CORS's), and end that application."""
         kept = [] if self._start is None else list(self._start.get("headers", ()))
         kept = [(name, value) for name, value in kept if not name.lower().startswith(b"content-")]
         self._begun = self._ended = True
@@ -156,7 +158,7 @@ class Exchange:
 
 
 async def _settle(task: asyncio.Future[None]) -> Exception | None:
-    """See out an application that believes its client gone, at last by cancellation; returns its error."""
+    """Wait for an application whose client is gone, then cancel it. Returns its error."""
     try:
         await asyncio.wait((task,), timeout=CLOSE_TIMEOUT_S)
     finally:
@@ -167,12 +169,13 @@ async def _settle(task: asyncio.Future[None]) -> Exception | None:
 
 
 def _event(failure: Answer, is_message: bool = False) -> bytes:
-    """A failure as an event of a stream. `is_message`: of /v1/messages, whose events say their type, also inside."""
+    """A failure as an event of a stream. `is_message`: a stream of /v1/messages, whose events name their type twice."""
     prefix, body = (_MESSAGES_ERROR, {"type": "error", **failure.body}) if is_message else (b"data: ", failure.body)
     return prefix + json.dumps(body).encode() + b"\n\n"
 
 
 async def respond(send: Send, response: Answer, headers: Headers | None = None) -> None:
+    """Send a whole response with a JSON body."""
     body = json.dumps(response.body).encode()
     own = {"content-type": "application/json", "content-length": str(len(body)), **response.headers}
     pairs = [*(headers or []), *((name.encode(), value.encode()) for name, value in own.items())]
@@ -189,7 +192,7 @@ def _has_error_object(body: bytes) -> bool:
 
 
 def _text(body: bytes) -> str:
-    """What a body of another shape says: `{"error": text}`, `{"detail": text}` or plain text."""
+    """The message in a body of another shape: `{"error": text}`, `{"detail": text}` or plain text."""
     try:
         parsed = json.loads(body)
     except ValueError:
@@ -199,7 +202,7 @@ def _text(body: bytes) -> str:
 
 
 def _streamed_refusal(event: bytes) -> Answer | None:
-    """The error with which a stream begins, when it says which HTTP status it is."""
+    """The error with which a stream begins, when it names its HTTP status."""
     try:
         body = json.loads(event.removeprefix(b"data: ").split(b"\n\n", 1)[0])
     except ValueError:

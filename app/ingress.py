@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FrontendDead(Exception):
-    """vLLM's frontend has stopped taking outputs; only a new process helps."""
+    """vLLM's frontend has stopped taking outputs. Only a new process helps."""
 
 
 class Ingress:
@@ -42,7 +42,7 @@ class Ingress:
         )
 
     async def __serve_build_asgi_app__(self) -> Gateway:
-        """Serve calls this once; it is ready when this returns. vllm is imported here, in the ingress's process."""
+        """Serve calls this once. The ingress is ready when this returns. vllm is imported in its process only."""
         with starting():
             return await self._build()
 
@@ -73,7 +73,10 @@ class Ingress:
         return gateway
 
     async def _end_in_time(self, core: ClusterCore) -> None:
-        """Serve sends no new request to an ingress that it takes out, and waits for its answers, for a while."""
+        """End every answer `ingress.drain_s` seconds after Serve begins to stop this ingress.
+
+        Serve sends no new request to an ingress that it stops, and waits for its answers for a while.
+        """
         await until_leaving()
         if await is_application_leaving():
             core.refuse(Unavailable("this server is being stopped"))
@@ -85,7 +88,7 @@ class Ingress:
         self._requests.inc(tags={**tags, "status": str(status)})
 
     def check_health(self) -> None:
-        """Serve calls this; raising makes it replace the process."""
+        """Serve calls this, and replaces the process when this raises."""
         if self._llm.errored:
             raise FrontendDead("the frontend no longer takes engine outputs")
 

@@ -16,9 +16,9 @@ from deployments.replica.drain import STOP_S
 from deployments.serve.manager import ServeSessionManager
 from deployments.serve.replica import ServeReplica
 
-NO_LIMIT = 100_000  # admission limits sessions; Serve must never queue or refuse what it has placed
+NO_LIMIT = 100_000  # admission limits sessions, so Serve must never queue or refuse a placed one
 ONE_MORE = 1
-"""As a percentage of the replicas, rounded up: an update starts a successor before it stops the old one."""
+"""`max_surge_percent`, rounded up to one replica: an update starts a successor before it stops the old one."""
 PLACED = RequestRouterConfig(request_router_class="deployments.serve.router:PlacedRouter")
 
 
@@ -31,7 +31,7 @@ def build(config: BatonConfig) -> Application:
         max_ongoing_requests=NO_LIMIT,
         max_surge_percent=ONE_MORE,
         ray_actor_options={"num_cpus": 0.1},
-        health_check_period_s=1,  # a dead one is found out by this, and there is no other
+        health_check_period_s=1,  # only this check finds a dead manager, and there is one manager
         health_check_timeout_s=10,
     ).bind(config)
     pools = {
@@ -77,7 +77,7 @@ def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]
 
 
 def _quiet(config: BatonConfig) -> dict[str, str]:
-    """The ingress's environment: it tokenises, and computes nothing."""
+    """The environment of an ingress, which tokenises and computes nothing else."""
     return {
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",

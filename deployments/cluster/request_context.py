@@ -18,7 +18,7 @@ class RequestContext:
     """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts.
 
     `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `seed_moved`: a sampled answer
-    with a seed went on in another engine than it began in.
+    with a seed went on in another engine than the one where it began.
     """
 
     request_id: str

@@ -1,12 +1,12 @@
 """One placement of a session as a pure state machine: events in, effects out.
 
-The cluster core owns it and carries out the effects. `ALLOWED` is the table of legal events; an illegal event
-raises `IllegalEvent` and changes nothing. Outputs are opaque here: a prefill output carries the first token, and
-decode outputs that overtake it on the way are held back until it has been delivered. Where the handoff is pulled,
-decode is started with prefill's output and gives every token itself.
+An `Attempt` owns it and carries out the effects. `ALLOWED` is the table of legal events; an illegal event raises
+`IllegalEvent` and changes nothing. Outputs are opaque here. A prefill output carries the first token; decode outputs
+that overtake it on the way are held back until it has been delivered. Where decode pulls the KV cache, it is started
+with prefill's output and gives every token itself.
 
-A placement that was `Lost` by no fault of the request's can be followed by another, with a machine of its own; what
-is said of the old one then falls on a machine that is over, and changes nothing.
+A placement that is LOST through no fault of the request can be followed by another, with a machine of its own. What is
+said of the old one after that changes nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from deployments.errors import HandoffFailed, ReplicaLost, SessionError
-from deployments.messages import Handoff, Mode, Role
+from deployments.errors import HandoffFailed, Moved, ReplicaLost, SessionError
+from deployments.messages import MOVED, Handoff, Mode, Role
 
 
 class IllegalEvent(Exception):
@@ -24,12 +24,22 @@ class IllegalEvent(Exception):
 
 
 class State(StrEnum):
+    """LANDING: the first token is out, and nothing says yet that the KV cache is where decode needs it.
+
+    LOST: the placement came to nothing, and the client has not been told of an end. FOLLOWED: another placement has
+    taken over. OVER: the session was answered, failed or was cancelled. CLOSED: nothing runs any more, and the
+    reservations are released.
+    """
+
     OPENING = "opening"
     PREFILLING = "prefilling"
     PULLING = "pulling"
     LANDING = "landing"
     DECODING = "decoding"
+    LOST = "lost"
+    FOLLOWED = "followed"
     OVER = "over"
+    CLOSED = "closed"
 
 
 class Finish(StrEnum):
@@ -41,13 +51,20 @@ class Finish(StrEnum):
     ERROR = "error"
 
 
+_PLACED = frozenset(State) - {State.OPENING}
+_ENDED = frozenset({State.LOST, State.FOLLOWED, State.OVER, State.CLOSED})
+
 ALLOWED: dict[str, frozenset[State]] = {
     "placed": frozenset({State.OPENING}),
-    "output": frozenset(State) - {State.OPENING},
-    "call_ended": frozenset(State) - {State.OPENING},
-    "lost": frozenset(State) - {State.OPENING},
+    "output": _PLACED,
+    "reported": _PLACED,
+    "replica_lost": _PLACED,
+    "lost": _PLACED,
     "failed": frozenset(State),
     "cancelled": frozenset(State),
+    "interrupted": frozenset(State),
+    "followed": frozenset({State.LOST}),
+    "closed": frozenset({State.FOLLOWED, State.OVER}),
 }
 
 
@@ -61,7 +78,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOver:
-    """The prompt is computed: whoever prefilled has that much less to do."""
+    """The prompt is computed: the replica that did it has that much less to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +94,6 @@ class EndPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The placement came to nothing, by no fault of the request's; another one may do better."""
-
-    error: SessionError
-
-
-@dataclass(frozen=True, slots=True)
 class Fail:
     """Tell the client that there will be no (more) answer."""
 
@@ -91,20 +101,22 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
-    """End both replicas' parts that are still open, and give back what was reserved."""
+class Over:
+    """End the parts that are still open on the replicas; the placement comes to no other end."""
 
     outcome: str
 
 
-Effect = Deliver | PrefillOver | StartDecode | EndPrefill | Lost | Fail | Close
+Effect = Deliver | PrefillOver | StartDecode | EndPrefill | Fail | Over
 
 
 @dataclass(slots=True)
 class Session:
-    """A placement is over once, with one `Close`, whatever happens.
+    """A placement is over once, with one `Over`, whatever happens.
 
-    LANDING: the first token is out, and nobody has heard yet that the KV cache is where decode needs it.
+    `held`: decode outputs that wait for the first token. `outcome`: how the placement ended, "" before that. `error`:
+    why it was lost. `owner_ended`: the replica that writes the end of the answer has said that it holds nothing of the
+    session any more. It may say so before the last outputs arrive.
     """
 
     session_id: str
@@ -112,6 +124,21 @@ class Session:
     mode: Mode | None = None
     state: State = State.OPENING
     held: list[tuple[Any, Finish | None]] = field(default_factory=list)
+    outcome: str = ""
+    error: SessionError | None = None
+    owner_ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more comes of this placement."""
+        return self.state in _ENDED
+
+    @property
+    def owner(self) -> Role:
+        """The role that writes the end of the answer."""
+        return Role.PREFILL if self.mode is Mode.PREFILL_LOCAL else Role.DECODE
+
+    # ---- the placement runs
 
     def placed(self, mode: Mode) -> list[Effect]:
         """Admission has placed the session."""
@@ -123,25 +150,22 @@ class Session:
     def output(self, role: Role, output: Any, finish: Finish | None) -> list[Effect]:
         """An engine of the session produced something."""
         self._check("output")
-        if self.state is State.OVER:
+        if finish is not None:
+            self._note_end(role)
+        if self.is_over:
             return []
         if self._split and role is Role.PREFILL and self.state is not State.PREFILLING:
-            return []  # it has said all it has to say
+            return []  # prefill has given all that the session takes from it
         if finish is Finish.ERROR:
             error = HandoffFailed if self._split else SessionError
             return self.lost(error(f"the {role} engine could not go on with the request"))
-        if finish is Finish.ABORT:  # nobody here has asked for that
+        if finish is Finish.ABORT:  # the core has not asked for that
             return self.lost(ReplicaLost(f"the {role} engine gave the request up"))
-        if self.state is State.LANDING:
-            self.state = State.DECODING
-        if self.state is State.DECODING:
-            return self._deliver(output, finish)
-        if not self._split:  # its first: the one replica has computed the prompt
-            self.state = State.DECODING
-            return self._deliver(output, finish) + ([PrefillOver()] if finish is None else [])
-        if self.state is State.PULLING:
-            self.state = State.DECODING
-            return [EndPrefill(), *self._deliver(output, finish)]
+        if self._split and self.state is State.PREFILLING:
+            return self._before_first(role, output, finish)
+        return self._go_on(output, finish)
+
+    def _before_first(self, role: Role, output: Any, finish: Finish | None) -> list[Effect]:
         if role is Role.DECODE:
             self.held.append((output, finish))
             return []
@@ -162,42 +186,93 @@ class Session:
             effects += self.output(Role.DECODE, late, how)
         return effects
 
+    def _go_on(self, output: Any, finish: Finish | None) -> list[Effect]:
+        before, self.state = self.state, State.DECODING
+        if before is State.PULLING:
+            return [EndPrefill(), *self._deliver(output, finish)]
+        effects = self._deliver(output, finish)
+        if before is State.PREFILLING and finish is None:  # the first: the one replica has computed the prompt
+            effects.append(PrefillOver())
+        return effects
+
     def _deliver(self, output: Any, finish: Finish | None) -> list[Effect]:
         effects: list[Effect] = [Deliver(output, finish=finish is not None)]
         return effects if finish is None else effects + self._over(finish)
 
-    def call_ended(self, role: Role, clean: bool, detail: str) -> list[Effect]:
-        """A replica's call is over. When it ended cleanly its last outputs are here or on their way."""
-        self._check("call_ended")
-        if clean or self.state is State.OVER:
-            return []
+    def reported(self, role: Role, outcome: str) -> list[Effect]:
+        """A replica has ended its part. After `finished` its last outputs are here or on their way."""
+        self._check("reported")
+        self._note_end(role)
+        if outcome == MOVED:
+            return self.lost(Moved(f"the {role} replica gave the session up"), MOVED)
+        return [] if outcome == "finished" else self.replica_lost(role, outcome)
+
+    def replica_lost(self, role: Role, detail: str) -> list[Effect]:
+        """A replica does not carry its part through."""
+        self._check("replica_lost")
         if self._split and role is Role.PREFILL and self.state is State.DECODING:
             return []  # its part was done
         return self.lost(ReplicaLost(f"the {role} replica was lost: {detail}"))
 
+    # ---- the placement ends
+
     def lost(self, error: SessionError, outcome: str = "lost") -> list[Effect]:
-        """The placement can come to no end."""
+        """The placement comes to nothing, through no fault of the request; another one may do better."""
         self._check("lost")
-        return [] if self.state is State.OVER else [Lost(error), *self._over(outcome)]
+        if self.is_over:
+            return []
+        self.error = error
+        return self._over(outcome, State.LOST)
 
     def failed(self, error: SessionError) -> list[Effect]:
-        """Something ended the session without an answer."""
+        """The session ends without an answer. A lost placement has not told the client of an end: this one does."""
         self._check("failed")
-        return [] if self.state is State.OVER else [Fail(error), *self._over("failed")]
+        return [Fail(error), *self._end("failed")] if self._is_unended else []
 
     def cancelled(self) -> list[Effect]:
-        """The client went away, or a stop string was found."""
+        """The client is gone, or a stop string was found."""
         self._check("cancelled")
-        return [] if self.state is State.OVER else self._over("cancelled")
+        return self._end("cancelled")
+
+    def interrupted(self) -> list[Effect]:
+        """The ingress shuts down: there is no client to tell."""
+        self._check("interrupted")
+        return self._end("failed")
+
+    def followed(self) -> list[Effect]:
+        """Another placement takes over: from here on, that one is cancelled and fails."""
+        self._check("followed")
+        self.state = State.FOLLOWED
+        return []
+
+    def closed(self) -> list[Effect]:
+        """Nothing runs for the placement any more, and its reservations are released."""
+        self._check("closed")
+        self.state = State.CLOSED
+        return []
 
     @property
     def _split(self) -> bool:
         return self.mode is Mode.DISAGGREGATED
 
-    def _over(self, outcome: str) -> list[Effect]:
-        self.state = State.OVER
+    @property
+    def _is_unended(self) -> bool:
+        """The client can still be told of an end."""
+        return self.state is State.LOST or not self.is_over
+
+    def _note_end(self, role: Role) -> None:
+        if role is self.owner and self.state is not State.CLOSED:
+            self.owner_ended = True
+
+    def _end(self, outcome: str) -> list[Effect]:
+        if self.state is State.LOST:  # it keeps its outcome, and the parts are being ended
+            self.state = State.OVER
+        return [] if self.is_over else self._over(outcome)
+
+    def _over(self, outcome: str, state: State = State.OVER) -> list[Effect]:
+        self.state, self.outcome = state, str(outcome)
         self.held.clear()
-        return [Close(str(outcome))]
+        return [Over(self.outcome)]
 
     def _check(self, event: str) -> None:
         if self.state not in ALLOWED[event]:

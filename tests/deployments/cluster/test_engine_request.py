@@ -9,7 +9,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from deployments.cluster.engine_request import part, remainder, session_request
+from deployments.cluster.engine_request import Remainder, part, remainder, session_request
 from deployments.cluster.request_context import RequestContext
 from deployments.messages import Handoff, Role, SessionRequest
 from transfer.memory.blocks import chained_hashes
@@ -21,7 +21,7 @@ def of(prompt: list[int] = PROMPT, context: RequestContext | None = None, **fiel
     request = EngineCoreRequest("r", prompt, None, SamplingParams(max_tokens=7), None, 0.0, None, None, None)
     for name, value in fields.items():
         setattr(request, name, value)
-    return session_request(request, context, Handoff.PUSHED, 16, "r", 1)
+    return session_request(Remainder(1, request), context, Handoff.PUSHED, 16, "r")
 
 
 def test_full_blocks_are_hashed_as_replicas_hash_theirs() -> None:
@@ -72,7 +72,7 @@ def test_what_is_placed_again_is_the_request_with_what_was_answered(sent: tuple[
     prefill = part(left, Role.PREFILL, Handoff.PUSHED, {}, sent).sampling_params
     assert prefill is not None
     assert (prefill.max_tokens, prefill.min_tokens) == (len(sent) + 1, min(len(sent) + 1, 4))
-    asked = session_request(left, None, Handoff.PUSHED, 16, "r", 3, sent)
+    asked = session_request(Remainder(3, left, tuple(sent)), None, Handoff.PUSHED, 16, "r")
     assert (asked.prompt_tokens, asked.max_tokens) == (50 + len(sent), 7 - len(sent))
     assert asked.hashes == chained_hashes([*PROMPT, *sent], 16)
     assert (request.request_id, params.prompt_logprobs, params.extra_args) == ("r", 1, None), "it stays whole"
@@ -80,4 +80,4 @@ def test_what_is_placed_again_is_the_request_with_what_was_answered(sent: tuple[
 
 def test_a_last_token_is_prefill_work_alone() -> None:
     request = EngineCoreRequest("r", PROMPT, None, SamplingParams(max_tokens=3), None, 0.0, None, None, None)
-    assert session_request(request, None, Handoff.PUSHED, 16, "r", 2, (1, 2)).rule == "one_token"
+    assert session_request(Remainder(2, request, (1, 2)), None, Handoff.PUSHED, 16, "r").rule == "one_token"

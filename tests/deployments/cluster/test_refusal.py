@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import answer
-from deployments.cluster.core import _refusal
+from deployments.cluster.refusal import refusal
 from deployments.messages import Reject
 
 
@@ -21,7 +21,7 @@ from deployments.messages import Reject
     ],
 )
 def test_a_refusal_reaches_the_client(reject: Reject, status: int, code: str, retry_after: str | None) -> None:
-    response = answer(_refusal(reject))
+    response = answer(refusal(reject))
     assert (response.status, response.body["error"]["code"]) == (status, code)
     assert response.body["error"]["message"] == reject.reason
     assert response.headers.get("retry-after") == retry_after

@@ -48,7 +48,8 @@ from vllm.version import __version__
 
 from configs.schema import ChannelConfig, VllmEngineConfig
 from configs.schema import ModelConfig as BatonModel
-from deployments.cluster.core import _FINISH, ClusterCore, traits
+from deployments.cluster.core import ClusterCore
+from deployments.cluster.engine_request import FINISH, traits
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvents
 from deployments.engine.names import FOLDER, names_until_started
 from deployments.engine.protocol import EngineError
@@ -322,7 +323,7 @@ def test_the_seam() -> None:
     assert EngineCoreClient.__abstractmethods__ == {"shutdown"}
     for call in ("get_supported_tasks_async", "add_request_async", "abort_requests_async", "get_output_async"):
         assert parameters(getattr(ClusterCore, call)) == parameters(getattr(EngineCoreClient, call)), call
-    assert set(_FINISH) == set(FinishReason)
+    assert set(FINISH) == set(FinishReason)
 
 
 def test_traits_of_a_request() -> None:

@@ -1,0 +1,68 @@
+"""A client's request, and as much of its answer as the client has.
+
+This file imports vllm.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from deployments.cluster.batch import Batch
+from deployments.cluster.engine_request import Remainder, is_seeded, remainder, traits
+from deployments.cluster.request_context import RequestContext
+from deployments.errors import SessionError
+from deployments.messages import Mode
+from deployments.policy.placement.split import continuation_rule
+
+logger = logging.getLogger("baton.core")
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """`context`: the HTTP request behind it, if there is one. `sent`: the tokens that the client has been given."""
+
+    request: EngineCoreRequest
+    context: RequestContext | None
+    batch: Batch
+    sent: list[int] = field(default_factory=list)
+
+    @property
+    def session_id(self) -> str:
+        session_id: str = self.request.request_id
+        return session_id
+
+    @property
+    def continuation_rule(self) -> str:
+        """Why the answer, once begun, cannot go on elsewhere; "" when it can."""
+        return continuation_rule(traits(self.request))
+
+    def remainder(self, number: int, moved_from: str, after_progress: bool) -> Remainder:
+        """What attempt `number`, from 2, has to do."""
+        if self.context is not None and self.sent and is_seeded(self.request):
+            self.context.seed_moved = True
+        left = remainder(self.request, self.sent, number)
+        return Remainder(number, left, tuple(self.sent), moved_from, after_progress)
+
+    def note_placement(self, mode: Mode, rule: str) -> None:
+        if self.context is not None:
+            self.context.modes.add(mode)
+            self.context.rules.update({rule} - {""})
+
+    def give(self, output: EngineCoreOutput, finish: bool) -> None:
+        """Add an output to the batch. `finish`: whether its finish reason stands."""
+        output.request_id = self.session_id
+        output.kv_transfer_params = None
+        if not finish:
+            output.finish_reason = output.stop_reason = None
+        self.sent += output.new_token_ids
+        self.batch.add(output)
+
+    def fail(self, error: SessionError) -> None:
+        """End the answer with an error."""
+        logger.warning("session %s failed: %s", self.session_id, error)
+        if self.context is not None and self.context.error is None:
+            self.context.error = error
+        self.batch.add(EngineCoreOutput(self.session_id, [], finish_reason=FinishReason.ERROR))

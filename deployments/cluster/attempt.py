@@ -1,0 +1,299 @@
+"""One placement of a session: it asks for a place, calls the replicas, takes their outputs, and ends.
+
+What is legal when is in its state machine (`session.py`); the attempt carries out what the machine says.
+This file imports vllm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from deployments.cluster.answer import Answer
+from deployments.cluster.batch import Batch
+from deployments.cluster.engine_request import FINISH, Remainder, part, pushed, session_request
+from deployments.cluster.notices import Notices
+from deployments.cluster.port import Pool
+from deployments.cluster.refusal import internal, refusal
+from deployments.cluster.session import (
+    Deliver,
+    Effect,
+    EndPrefill,
+    Fail,
+    Over,
+    PrefillOver,
+    Session,
+    StartDecode,
+)
+from deployments.cluster.tasks import OwnTasks
+from deployments.cluster.timings import Timings
+from deployments.errors import HandoffFailed, ReplicaGone, ReplicaLost, SessionError
+from deployments.host.waits import set_within, unless
+from deployments.manager.port import Manager
+from deployments.messages import (
+    MANAGER_RETIRES,
+    Handoff,
+    Mode,
+    Placement,
+    Reject,
+    ReplicaInfo,
+    Role,
+    SessionTask,
+)
+from deployments.policy.admission.retry_budget import RETRY_BUDGET
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all attempts of one core work with.
+
+    `reply_to`: the address that replicas send outputs to. `handoff`: how the engines move a split session's KV cache.
+    `block_size`: tokens per KV block. `running`: the attempts, by the request id that engines know them by.
+    """
+
+    manager: Manager
+    notices: Notices
+    pools: Mapping[str, Pool]
+    tasks: OwnTasks
+    batch: Batch
+    reply_to: str
+    handoff: Handoff
+    block_size: int
+    timings: Timings
+    encoder: MsgpackEncoder = field(default_factory=MsgpackEncoder)
+    running: dict[str, Attempt] = field(default_factory=dict)
+
+
+class Attempt:
+    """`over`: set when the state machine is over. `heard_s`: when the last output came, by the monotonic clock.
+
+    `calls`: the tasks that run for it. `until_pulled`: the tasks that end when decode has the KV cache, where decode
+    pulls it. `notices`: what the session manager is being told of lost replicas.
+    """
+
+    def __init__(self, answer: Answer, left: Remainder, means: Means) -> None:
+        self._answer, self._left, self._means = answer, left, means
+        self.session = Session(answer.session_id, means.handoff)
+        self.over = asyncio.Event()
+        self.placement: Placement | None = None
+        self.output_tokens = 0
+        self.heard_s = time.monotonic()
+        self._prefill_stats: PrefillStats | None = None
+        self._calls: list[asyncio.Task[None]] = []
+        self._until_pulled: list[asyncio.Task[None]] = []
+        self._notices: list[asyncio.Task[None]] = []
+        means.running[left.request.request_id] = self
+
+    @property
+    def number(self) -> int:
+        return self._left.number
+
+    @property
+    def progressed(self) -> bool:
+        """It gave the client more than a first token."""
+        return self.output_tokens > 1
+
+    # ---- place
+
+    async def run(self) -> None:
+        """See the attempt through: place it, call the replicas, and wait until it is over. Raises SessionError."""
+        if not self.over.is_set():
+            await self._place()
+        if self.placement is not None and not self.session.is_over:
+            self._begin(self.placement)
+            await self.over.wait()
+
+    async def _place(self) -> None:
+        """Ask the manager. There is no placement when the attempt is over before the manager answers."""
+        means, timings = self._means, self._means.timings
+        request = session_request(
+            self._left, self._answer.context, means.handoff, means.block_size, self._answer.session_id
+        )
+        give_up_s = time.monotonic() + timings.budget_wait_s
+        while isinstance(decision := await unless(self.over, means.manager.open(request)), Reject):
+            if decision.code not in (RETRY_BUDGET, MANAGER_RETIRES) or time.monotonic() > give_up_s:
+                raise refusal(decision)
+            await set_within(self.over, decision.retry_after_s or timings.pause_s)
+        if decision is not None:
+            self.placement = decision.placement
+            self._answer.note_placement(decision.placement.mode, request.rule)
+
+    # ---- call
+
+    def _begin(self, placement: Placement) -> None:
+        """Where decode pulls, call prefill alone: its output starts decode.
+
+        Otherwise call decode first, so that its blocks are offered as early as can be. No call waits for another.
+        """
+        self._apply(self.session.placed(placement.mode))
+        if placement.mode is Mode.DISAGGREGATED and self._means.handoff is Handoff.PULLED:
+            self._until_pulled.append(self._start(placement, Role.PREFILL, {"do_remote_decode": True}))
+            return
+        for role, replica, peer in (
+            (Role.DECODE, placement.decode, placement.prefill),
+            (Role.PREFILL, placement.prefill, placement.decode),
+        ):
+            if replica is not None:
+                self._start(placement, role, pushed(placement, role, peer) if peer else None)
+
+    def _start(self, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> asyncio.Task[None]:
+        """Call one replica. `transfer`: what its KV connector is told; none where nothing is handed over."""
+        call = self._means.tasks.own(self._call(placement, role, transfer), f"{role}-call")
+        self._calls.append(call)
+        return call
+
+    async def _call(self, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
+        try:
+            await self._run_part(placement, role, transfer)
+        except Exception as error:
+            self.fail(internal(error))
+            raise
+
+    async def _run_part(self, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
+        replica = placement.decode if role is Role.DECODE else placement.prefill
+        assert replica is not None
+        try:
+            report = await self._means.pools[replica.pool].run(self._task(placement, replica, role, transfer))
+        except ReplicaLost as error:
+            notice = self._means.notices.replica_lost(replica.replica_id, isinstance(error, ReplicaGone))
+            self.replica_lost(role, str(error), notice)
+            return
+        self._apply(self.session.reported(role, report.outcome))
+        if role is self.session.owner:
+            await self._await_last_outputs()
+
+    def _task(
+        self, placement: Placement, replica: ReplicaInfo, role: Role, transfer: dict[str, Any] | None
+    ) -> SessionTask:
+        left = self._left
+        request = part(left.request, role, self._means.handoff, transfer, left.answered)
+        prompt_tokens = len(request.prompt_token_ids or ()) + len(left.answered)
+        return SessionTask(
+            session_id=placement.session_id,
+            epoch=placement.epoch,
+            replica_id=replica.replica_id,
+            request_id=request.request_id,
+            request=tuple(bytes(frame) for frame in self._means.encoder.encode(request)),
+            reply_to=self._means.reply_to,
+            timeout_s=placement.session_timeout_s,
+            prompt_tokens=prompt_tokens,
+            reservation=placement.reservation(replica.replica_id, prompt_tokens),
+            movable=replica is placement.owner and not self._answer.continuation_rule,
+            hands_over=role is Role.PREFILL and replica.replica_id == left.moved_from,
+        )
+
+    async def _await_last_outputs(self) -> None:
+        """The call's answer and the last outputs travel apart."""
+        await set_within(self.over, self._means.timings.output_grace_s)
+        self._apply(self.session.lost(ReplicaLost("the last outputs did not arrive")))
+
+    def _start_decode(self, prefilled: EngineCoreOutput) -> None:
+        """Prefill holds the KV cache, and its output says where. Decode has `handoff_timeout_s` to begin."""
+        assert self.placement is not None
+        self._prefill_stats = prefilled.prefill_stats
+        self._start(self.placement, Role.DECODE, prefilled.kv_transfer_params)
+        limit = self._means.tasks.own(self._limit_pull(self.placement.handoff_timeout_s), "pull-limit")
+        self._calls.append(limit)
+        self._until_pulled.append(limit)
+
+    async def _limit_pull(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        self._apply(self.session.lost(HandoffFailed(f"decode has not begun within {timeout_s:g} s of the prefill")))
+
+    # ---- take
+
+    def take(self, replica_id: str, output: EngineCoreOutput) -> None:
+        """Take an engine's output. The caller flushes the batch when it has given all outputs of one message."""
+        role = next((role for role, replica in self._replicas() if replica.replica_id == replica_id), None)
+        if role is None:
+            return
+        assert self.placement is not None
+        self.heard_s = time.monotonic()
+        if self._answer.sent and self.number > 1:
+            output.prefill_stats = None  # its prompt holds tokens that the client was given as an answer
+        elif role is Role.DECODE and self.placement.prefill is not None and output.prefill_stats is not None:
+            output.prefill_stats = self._prefill_stats  # prefill's counts are the request's
+        finish = None if output.finish_reason is None else FINISH[output.finish_reason]
+        self._carry_out(self.session.output(role, output, finish))
+
+    def running_on(self) -> list[tuple[Role, ReplicaInfo]]:
+        """The replicas that it runs on; none when it is over."""
+        return [] if self.session.is_over else list(self._replicas())
+
+    def _replicas(self) -> Iterator[tuple[Role, ReplicaInfo]]:
+        if self.placement is not None:
+            for role, replica in ((Role.DECODE, self.placement.decode), (Role.PREFILL, self.placement.prefill)):
+                if replica is not None:
+                    yield role, replica
+
+    # ---- over
+
+    def replica_lost(self, role: Role, detail: str, notice: asyncio.Task[None]) -> None:
+        """A replica does not carry its part through. `notice`: the manager is being told."""
+        self._notices.append(notice)
+        self._apply(self.session.replica_lost(role, detail))
+
+    def cancel(self) -> None:
+        self._apply(self.session.cancelled())
+
+    def fail(self, error: SessionError) -> None:
+        self._apply(self.session.failed(error))
+
+    async def end(self) -> None:
+        """End what is still open of a lost attempt, and release what was reserved for it."""
+        await self.end_calls()
+        await asyncio.gather(*self._notices, return_exceptions=True)  # nothing is placed on what is known as lost
+        self.release()
+
+    async def let_calls_end(self) -> None:
+        """Calls that end by themselves cost less than calls that are cancelled."""
+        if self.session.owner_ended and self._calls:
+            await asyncio.wait(self._calls, timeout=self._means.timings.call_grace_s)
+
+    async def end_calls(self) -> None:
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        self._means.running.pop(self._left.request.request_id, None)
+
+    def release(self) -> asyncio.Task[None]:
+        """Release what was reserved: tell the manager, once. Raises IllegalEvent while the attempt is not over."""
+        session, notices = self.session, self._means.notices
+        session.closed()
+        if self.placement is None:
+            told = notices.withdraw(session.session_id, session.outcome)
+        else:
+            told = notices.close(self.placement, session.outcome, self.output_tokens, session.owner_ended)
+        return self._means.tasks.own(told, "close")
+
+    # ---- what the state machine says
+
+    def _apply(self, effects: list[Effect]) -> None:
+        self._carry_out(effects)
+        self._means.batch.flush()
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Deliver(output, finish):
+                    self.output_tokens += len(output.new_token_ids)
+                    self._answer.give(output, finish)
+                case PrefillOver():
+                    assert self.placement is not None
+                    self._means.notices.prefill_done(self.placement)
+                case StartDecode(output):
+                    self._start_decode(output)
+                case EndPrefill():
+                    for task in self._until_pulled:
+                        task.cancel()
+                case Fail(error):
+                    self._answer.fail(error)
+                case Over():
+                    self.over.set()

@@ -1,0 +1,100 @@
+"""One open session: its attempts, one after the other, until the client has an answer or an error.
+
+A session that loses a replica is placed again, with what was answered so far. `recovery.py` decides whether.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from deployments.cluster.answer import Answer
+from deployments.cluster.attempt import Attempt, Means
+from deployments.cluster.engine_request import Remainder
+from deployments.cluster.recovery import Again, Fail, Recovery
+from deployments.cluster.refusal import internal
+from deployments.cluster.session import State
+from deployments.errors import SessionError, SessionTimeout
+from deployments.host.waits import set_within
+
+logger = logging.getLogger("baton.core")
+
+
+class OpenSession:
+    """`now`: the attempt that runs, the one that can be cancelled and can fail. `timeout_s`: for the whole session."""
+
+    def __init__(self, answer: Answer, means: Means, recovery: Recovery, timeout_s: float) -> None:
+        self._answer, self._means, self._recovery, self._timeout_s = answer, means, recovery, timeout_s
+        self._refusal: SessionError | None = None
+        self.now = Attempt(answer, Remainder(1, answer.request), means)
+        self._attempts = [self.now]
+
+    async def serve(self) -> None:
+        """See the session through. Whatever ends it, the client hears of it."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while await self._try():
+                    pass
+        except TimeoutError:
+            self.now.fail(SessionTimeout(f"the session was not over within {self._timeout_s:g} s"))
+        except SessionError as error:
+            self.now.fail(error)
+        except Exception as error:
+            self.now.fail(internal(error))
+            raise
+
+    def refuse(self, error: SessionError) -> None:
+        """Place the session no more: if it waits for a place it fails, and if it runs it goes on."""
+        self._refusal = error
+        if self.now.placement is None:
+            self.now.fail(error)
+
+    async def _try(self) -> bool:
+        """See one attempt through. Whether it was lost, and the next is to be tried. Raises SessionError."""
+        attempt = self.now
+        if self._refusal is not None and not attempt.over.is_set():
+            raise self._refusal.with_traceback(None)  # all sessions share it
+        await attempt.run()
+        if attempt.session.state is not State.LOST:
+            return False
+        match self._what_follows(attempt):
+            case Again(moved_from, pause_s):
+                self._take_over(attempt, moved_from)
+                await attempt.end()
+                if pause_s:
+                    await set_within(self.now.over, pause_s)
+                return True
+            case Fail(error):
+                raise error
+
+    def _what_follows(self, attempt: Attempt) -> Again | Fail:
+        answer, error = self._answer, attempt.session.error
+        assert error is not None
+        assert attempt.placement is not None, "only what was placed can be lost"
+        owner = attempt.placement.owner.replica_id
+        follows = self._recovery.ended(
+            error, attempt.progressed, bool(answer.sent), answer.continuation_rule, moved_from=owner
+        )
+        if not (isinstance(follows, Again) and follows.moved_from):
+            logger.warning("session %s, placement %d: %s", answer.session_id, attempt.number, error)
+        return follows
+
+    def _take_over(self, lost: Attempt, moved_from: str) -> None:
+        """The next attempt takes over before the lost one ends: from here on, it is cancelled and fails."""
+        lost.session.followed()
+        left = self._answer.remainder(lost.number + 1, moved_from, lost.progressed)
+        self.now = Attempt(self._answer, left, self._means)
+        self._attempts.append(self.now)
+
+    async def end_calls(self) -> None:
+        """End what is still open of the session on replicas."""
+        self.now.session.interrupted()  # changes nothing unless this process shuts down in the middle of the session
+        await self.now.let_calls_end()
+        for attempt in self._attempts:
+            await attempt.end_calls()
+
+    async def release(self) -> None:
+        """Release what is still reserved for the session."""
+        for attempt in self._attempts:
+            if attempt.session.state is not State.CLOSED:
+                await attempt.release()

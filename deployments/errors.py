@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SessionError(Exception):
-    """Base of everything that ends a session without an answer."""
+    """Base of all errors that end a session without an answer."""
 
 
 class NeverFits(SessionError):
@@ -16,7 +16,7 @@ class UnknownClass(SessionError):
 
 
 class Overloaded(SessionError):
-    """Not now: no capacity, or none that meets the request's class. `retry_after_s` says when to come back.
+    """There is no capacity now, or none that meets the request's class. `retry_after_s`: when to ask again.
 
     `code`: the kind of reason, as in `messages.Reject`.
     """
@@ -34,15 +34,15 @@ class Unavailable(SessionError):
 
 
 class ReplicaLost(SessionError):
-    """A replica died, or refused, in the middle of the session."""
+    """A replica died or refused in the middle of the session."""
 
 
 class Moved(ReplicaLost):
-    """A replica has let the session go, KV cache and all: it is nobody's fault."""
+    """A replica gave the session up and keeps its KV cache for the next one. No failure caused it."""
 
 
 class ReplicaGone(ReplicaLost):
-    """Serve has taken the replica out: it is being stopped, or has died."""
+    """Serve has taken the replica out: it is being stopped, or it has died."""
 
 
 class HandoffFailed(SessionError):

@@ -1,6 +1,10 @@
 """Frozen messages that cross processes between ingress, session manager and replicas.
 
-Lengths are in tokens, memory in KV blocks, durations in seconds.
+Lengths are in tokens, memory is in KV blocks, durations are in seconds.
+
+This file is longer than 300 lines, and `ReplicaSnapshot` has more than 15 fields, on purpose. Ray Serve pickles classes
+by their module's path, and during a rolling update processes of the old and the new version exchange these messages:
+the classes and their fields stay where they are. A new field gets a default, so that an old sender need not know it.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ class Mode(StrEnum):
 
 
 class Handoff(StrEnum):
-    """Who moves a split session's KV cache, and so who samples its first token.
+    """Which side moves a split session's KV cache. The first token is sampled by that side.
 
-    Pushed: prefill writes it while it computes, and samples the first token. Pulled: decode reads it once prefill is
-    over, recomputes the prompt's last position, and samples every token.
+    Pushed: prefill writes the KV cache while it computes, and samples the first token. Pulled: decode reads the KV
+    cache when the prefill is over, computes the prompt's last position again, and samples every token.
     """
 
     PUSHED = "pushed"
@@ -72,10 +76,11 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One engine step as it was: what was in it and how long it took.
+    """One engine step: what was in it and how long it took.
 
     `prefill_tokens`: prompt tokens computed. `prefill_context`: the sum, over those tokens, of the tokens before each.
-    `decode_sequences`: sequences that got one more token. `decode_context`: the tokens that those hold, summed.
+    `decode_sequences`: sequences that got one more token. `decode_context`: the tokens that those sequences hold
+    together.
     """
 
     seconds: float
@@ -89,8 +94,8 @@ class StepSample:
 class CacheChange:
     """What a replica's prefix cache gained and lost since its last snapshot, as chained block hashes.
 
-    `sequence` grows by one with every change of that replica; a receiver that misses one asks for the whole.
-    `whole`: `stored` is all there is, and what was known before is void.
+    `sequence` grows by one with every change of that replica; a receiver that misses one asks for the whole cache.
+    `whole`: `stored` is the whole cache, and what the receiver knew before is void.
     """
 
     sequence: int
@@ -101,9 +106,9 @@ class CacheChange:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A session's part that is over on a replica, and the tokens that it generated there.
+    """A part of a session that is over on a replica, and the tokens that it generated there.
 
-    `orphaned`: its ingress does not answer any more, and will hardly close it.
+    `orphaned`: its ingress no longer answers, so it will probably not close the session.
     """
 
     session_id: str
@@ -113,11 +118,11 @@ class Finished:
 
 
 class Reservation(NamedTuple):
-    """What is promised to a session on one replica.
+    """The amounts reserved for a session on one replica.
 
-    `blocks`: the most that it may come to hold there; `expected_blocks`: at its end, `held_tokens`: on the way.
-    `prefill_tokens`: of its prompt, that the replica has yet to compute; `prefill_s`: predicted seconds of that.
-    `pending`: 1 while another replica has yet to compute its prompt.
+    `blocks`: the most that it may come to hold there. `expected_blocks`: those expected at its end. `held_tokens`:
+    those expected halfway. `prefill_tokens`: tokens of its prompt that the replica has yet to compute. `prefill_s`: the
+    predicted seconds of that. `pending`: 1 while another replica has yet to compute its prompt.
     """
 
     blocks: int = 0
@@ -128,7 +133,7 @@ class Reservation(NamedTuple):
     pending: int = 0
 
     def prefilled(self) -> Reservation:
-        """The same when the prompt is computed."""
+        """The same once the prompt is computed."""
         is_prefilled = not (self.prefill_tokens or self.pending)
         return self if is_prefilled else self._replace(prefill_tokens=0, prefill_s=0.0, pending=0)
 
@@ -140,13 +145,15 @@ NOTHING = Reservation()
 class ReplicaSnapshot:
     """A replica's load at one moment. `version` grows by one with every snapshot of that replica.
 
-    `peers_version`: of the newest `Peers` that it has. `running_tokens`: tokens held by the sequences that decode.
-    `reservations`: of each of `sessions`, in their order, which is that of their prefills; none where nobody can tell.
-    `cached_blocks`: free blocks that hold a reusable prefix. `finished`: parts that ended since a while ago, the
-    newest last, `finished_version` the count of all that ever did, so that a lost snapshot loses none.
-    `steps`: steps since the last snapshot. `cache`: none when nothing changed, or where the engine does not tell.
-    With `placement.overcommit` over 1, `held_tokens`: of each of `sessions` prompt and answer so far, 0 before its
-    first output; `movable`: those of them that can go on elsewhere. `is_starting`: Serve does not know of it yet.
+    `peers_version`: the version of the newest `Peers` that it has. `running_tokens`: tokens held by the sequences that
+    decode. `sessions`: in the order of their prefills. `reservations`: one per session, in the same order; empty where
+    they are not known. `cached_blocks`: free blocks that hold a reusable prefix. `finished`: the newest parts that
+    ended, the last one last. `finished_version`: the number of all parts that ever ended, so that a lost snapshot loses
+    none. `steps`: steps since the last snapshot. `cache`: None when nothing changed, or where the engine does not
+    report it. `is_starting`: Serve does not know of the replica yet.
+
+    With `placement.overcommit` over 1: `held_tokens`: the tokens of prompt and answer so far, one per session, 0 before
+    its first output. `movable`: the sessions that can go on elsewhere.
     """
 
     replica_id: str
@@ -175,9 +182,9 @@ class ReplicaSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The replicas that a replica may exchange KV with: each the control addresses of its workers, by rank.
+    """The replicas that a replica may exchange KV with: of each, the control addresses of its workers, by rank.
 
-    `version` is made from the addresses: equal for equal peers, whoever counts.
+    `version` is made from the addresses: it is equal for equal peers, whichever manager computes it.
     """
 
     version: int
@@ -186,12 +193,12 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
-    """What the manager says to a snapshot.
+    """The session manager's answer to a snapshot.
 
-    `peers`: none when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none; the
-    next is to be a whole one. `hold`: a replica that is starting is not to go on yet (`Fleet.is_out_of_step`).
-    `move`: the sessions that it is to let go, before its KV blocks run out. `interval_s`: it is to report no more
-    often, also if its configuration lets it, but for what cannot wait.
+    `peers`: None when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none, so the
+    next one must be whole. `hold`: a starting replica must not go on yet (`Fleet.is_out_of_step`). `move`: the sessions
+    that the replica must give up, before its KV blocks run out. `interval_s`: the least time between two reports, also
+    where the configuration allows less; urgent reports are exempt.
     """
 
     peers: Peers | None = None
@@ -203,10 +210,10 @@ class ReportAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ManagerView:
-    """What the session manager knows of the replicas that it would place on, for when it is away.
+    """What the session manager knows of the replicas that it would place on, for the time when it is away.
 
-    `life`: another one after each restart. `snapshots`: one of each replica; what is promised there, or in use, is one
-    sum, as if it were that of one session.
+    `life`: a new value after each restart. `snapshots`: one of each replica; what is reserved there, or in use, is one
+    sum, as if it belonged to one session.
     """
 
     life: str
@@ -217,15 +224,16 @@ class ManagerView:
 class SessionRequest:
     """What admission and placement need to know of a request.
 
-    `allowed`: the modes in which the request's parameters can be served exactly, best first; `rule` names the
-    reason when that is not all of them. `hashes`: chained hashes of the prompt's full blocks
-    (`transfer.memory.blocks.chained_hashes`). `priority`: the class that it asks for, "" the default one.
-    `client`: whom fairness is between. `affinity`: sessions with the same key go to the same replicas where they can.
-    `adapter`: the LoRA adapter it needs. `chat`: it came as messages, not as text. `attempt`: which placement of the
-    session this is, from 1; a later one is what is left of it, with the tokens answered so far as part of the prompt.
-    `moved_from`: the replica that has let it go, where its KV cache is; "" where it was lost, and for a first attempt.
-    `least_epoch`: its placement gets an epoch no lower, whatever the ledger knows of the session.
-    `progressed`: the one before it gave more than a first token, so that this one is no retry of what failed.
+    `allowed`: the modes in which the request's parameters can be served exactly, best first. `rule`: the reason where
+    some modes are missing. `hashes`: chained hashes of the prompt's full blocks
+    (`transfer.memory.blocks.chained_hashes`). `priority`: the class that it asks for; "" is the default class.
+    `client`: clients share the turns fairly. `affinity`: sessions with the same key go to the same replicas where they
+    can. `adapter`: the LoRA adapter that it needs. `chat`: it came as messages, not as text. `attempt`: the number of
+    this placement of the session, from 1; from 2 on, the request is the remainder, and its prompt includes the tokens
+    answered so far. `moved_from`: the replica that gave the session up and holds its KV cache; "" where the attempt
+    before was lost, and for the first attempt. `least_epoch`: the placement gets this epoch or a higher one, whatever
+    the ledger knows of the session. `progressed`: the attempt before gave more than a first token, so this attempt does
+    not repeat one that failed at once.
     """
 
     session_id: str
@@ -247,12 +255,12 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a placement is expected to cost its request, in seconds from the moment it is made.
+    """The times expected of a placement, in seconds from the moment it is made.
 
-    `queue_s`: until its prefill begins. `prefill_s`: computing the part of the prompt that is not cached.
-    `transfer_s`: what of the KV transfer that does not hide. `ttft_s`: until the first token, the above included.
-    `tpot_s`: from one token to the next, at the load as it will be when its decode begins. `output_tokens`: the
-    answer's expected length. `trusted`: the replicas have reported enough for the numbers to be acted upon.
+    `queue_s`: until its prefill begins. `prefill_s`: computing the part of the prompt that is not cached. `transfer_s`:
+    the part of the KV transfer that the prefill does not hide. `ttft_s`: until the first token, the queue and the
+    prefill included. `tpot_s`: from one token to the next, at the load when its decode begins. `output_tokens`: the
+    expected length of the answer. `trusted`: the replicas have reported enough steps for requests to be refused by it.
     """
 
     queue_s: float = 0.0
@@ -266,9 +274,10 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a session goes, what was reserved for it, and how long each step may take.
+    """Where a session goes, what is reserved for it, and how long each stage may take.
 
-    `cached_tokens`: prompt tokens expected in the prefix cache of whoever prefills. `forecast`: the times expected.
+    `cached_tokens`: prompt tokens expected in the prefix cache of the replica that prefills. `forecast`: the times
+    expected.
     """
 
     session_id: str
@@ -296,9 +305,9 @@ class Placement:
         return self.prefill or self.owner
 
     def reservation(self, replica_id: str, prompt_tokens: int) -> Reservation:
-        """What it takes on a replica, before the prompt is computed.
+        """What it reserves on a replica, before the prompt is computed.
 
-        On its owner to the end; on a helper the prompt's blocks, while prefilling.
+        On its owner: all blocks, to the end. On a helper: the blocks of the prompt, while it prefills.
         """
         prefill_tokens, prefill_s = 0, 0.0
         if replica_id == self.prefiller.replica_id:
@@ -307,7 +316,7 @@ class Placement:
             blocks = blocks_for(prompt_tokens + 1, self.prefiller.block_size)
             return Reservation(blocks, 0, 0, prefill_tokens, prefill_s)
         output, expected = int(self.forecast.output_tokens), self.reserved_blocks
-        if output:  # else nobody predicted anything
+        if output:  # 0 where the length is not predicted
             expected = min(expected, blocks_for(prompt_tokens + output, self.owner.block_size))
         pending = int(replica_id != self.prefiller.replica_id)
         held_tokens = prompt_tokens + output // 2
@@ -316,12 +325,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
+    """The session goes where the placement says."""
+
     placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Not now: capacity will come back. `unavailable`: no replica of a kind that is needed is up."""
+    """The session must wait: capacity will come back. `unavailable`: no replica of a kind that it needs is up."""
 
     reason: str
     unavailable: bool = False
@@ -329,7 +340,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Not at all (`retry_after_s` is None: the request can never be served here), or not soon.
+    """The session is refused. `retry_after_s`: when to ask again; None: the request can never be served here.
 
     `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft`,
     `predicted_tpot`, `unknown_class` or `manager_retires`; "" for any other.
@@ -344,17 +355,17 @@ class Reject:
 Decision = Admit | Queue | Reject
 
 MANAGER_RETIRES = "manager_retires"
-"""The code of a refusal that says no more than to ask again: another session manager will answer."""
+"""The code of a refusal that only asks the caller to repeat its question: another session manager will answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTask:
     """One replica's part of a session, the argument of its `run` call.
 
-    `request`: the frames of an encoded EngineCoreRequest. `reply_to`: the ingress's output address; engine
-    outputs go there by step, not through the call. `reservation`: what it was promised on this replica. `movable`: the
-    answer ends here, and can go on elsewhere. `hands_over`: the session moves away from this replica,
-    which only hands over what it has; it may be draining, and Serve may have taken it out.
+    `request`: the frames of an encoded EngineCoreRequest. `reply_to`: the output address of the ingress; engine outputs
+    go there step by step, not through the call. `reservation`: what is reserved for it on this replica. `movable`: this
+    replica writes the end of the answer, and another one could go on with it. `hands_over`: the session moves away from
+    this replica, which only hands over its KV; it may be draining, and Serve may have taken it out.
     """
 
     session_id: str
@@ -371,12 +382,12 @@ class SessionTask:
 
 
 MOVED = "moved"
-"""The outcome of a part that a replica has let go: its KV cache is there, for another replica to take."""
+"""The outcome of a part that a replica gave up. Its KV cache stays there, for another replica to take."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """What a replica says of its part when it is over. `outcome`: `finished`, `expired` or `MOVED`."""
+    """A replica's report of its part when it is over. `outcome`: `finished`, `expired` or `MOVED`."""
 
     session_id: str
     replica_id: str

@@ -1,10 +1,10 @@
 """How engine outputs travel from replicas to an ingress: one message per engine step and ingress.
 
-A message is the sender's replica id, then the frames of an encoded EngineCoreOutputs. It takes neither the Serve
-proxy nor a Serve handle: a streamed item over a handle costs more than a small model's token.
+A message is the sender's replica id, then the frames of an encoded EngineCoreOutputs. It goes neither through the Serve
+proxy nor through a Serve handle, because a streamed item over a handle costs more than a token of a small model.
 
-A connection that breaks is not made again: what was in it is lost, and an answer must not go on after a gap. It breaks
-when the ingress dies, or when its process does not answer for a lease's time (ZeroMQ's own heartbeats).
+A broken connection is not made again: the messages in it are lost, and an answer must not go on after a gap. It breaks
+when the ingress dies, or when its process does not answer for the length of a lease (ZeroMQ's own heartbeats).
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ import zmq
 import zmq.asyncio
 
 HIGH_WATER_MARK = 100_000
+"""The most messages that wait in one connection; then the ingress counts as gone."""
+
 CONNECT_POLL_S = 0.002
+"""The time between two looks at a connection that is being made."""
+
 NEVER = -1
+"""ZeroMQ's value for no reconnecting."""
 
 
 class OutputSender:
-    """A replica's side: one connection to each ingress. `lease_s`: so long an ingress may be silent."""
+    """The side of a replica:
+
+    one connection to each ingress. `lease_s`: the longest time that an ingress may be silent.
+    """
 
     def __init__(self, replica_id: str, lease_s: float) -> None:
         self._name, self._lease_s = replica_id.encode(), lease_s
@@ -28,13 +36,13 @@ class OutputSender:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
     async def connect(self, address: str) -> bool:
-        """See that there is a connection before anything is sent; False when there is none within a lease's time."""
+        """Make a connection before anything is sent. False when there is none within the length of a lease."""
         if address in self._sockets:
             return True
         socket = self._begin(address)
         try:
             async with asyncio.timeout(self._lease_s):
-                while not _is_up(socket):  # noqa: ASYNC110 - once for each ingress, and it takes a millisecond
+                while not _is_up(socket):  # noqa: ASYNC110 - it happens once per ingress, and takes a millisecond
                     await asyncio.sleep(CONNECT_POLL_S)
             self._sockets.setdefault(address, socket)
             return True
@@ -69,7 +77,7 @@ class OutputSender:
         return True
 
     def drop_gone(self) -> list[str]:
-        """The addresses of ingresses that are gone, or take nothing more, since the last time; forgets them."""
+        """Forget the ingresses that are gone, or that take nothing more. Returns their addresses."""
         gone = [address for address, socket in self._sockets.items() if not _is_up(socket)]
         for address in gone:
             self._sockets.pop(address).close(0)
@@ -81,12 +89,12 @@ class OutputSender:
 
 
 def _is_up(socket: zmq.Socket[bytes]) -> bool:
-    """Whether it would take a message now."""
+    """Whether the socket would take a message now."""
     return bool(socket.poll(0, zmq.POLLOUT))
 
 
 class OutputReceiver:
-    """An ingress's side, on a free port of `host`."""
+    """The side of an ingress, on a free port of `host`."""
 
     def __init__(self, host: str) -> None:
         self._context = zmq.asyncio.Context()

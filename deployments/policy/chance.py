@@ -1,4 +1,4 @@
-"""What policy asks of chance: `random.Random` has it. An argument everywhere, so that a decision can be repeated."""
+"""The randomness that policy needs; `random.Random` has it. It is always an argument, so a decision can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priority classes: what each promises, and which one a request is in. Pure."""
+"""Priority classes: the objectives of each, and the class of a request. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from deployments.messages import Reject
 
 @dataclass(frozen=True, slots=True)
 class PriorityClass:
-    """One class. `ttft_s`, `tpot_s`: its objectives; none: no promise. A lower `rank` goes first.
+    """One class. `ttft_s`, `tpot_s`: its objectives; None: it has none. A lower `rank` is served first.
 
-    `weight`: its share of the turns that no rank takes from it. `max_queued`: the most that wait; none: no limit of
-    its own.
+    `weight`: its share of the turns that are not given by rank. `max_queued`: the most requests of the class that wait;
+    None: the class has no limit of its own.
     """
 
     name: str
@@ -27,7 +27,7 @@ class PriorityClass:
 
 
 class PriorityClasses:
-    """The classes of a configuration, by name; without any, one class that promises nothing."""
+    """The classes of a configuration, by name. A configuration without classes has one class without objectives."""
 
     def __init__(self, classes: Iterable[PriorityClass] = (), default: str = DEFAULT_CLASS) -> None:
         self._by_name = {each.name: each for each in classes} or {default: PriorityClass(default)}
@@ -55,7 +55,7 @@ class PriorityClasses:
         return found
 
     def refusal(self, name: str) -> Reject | None:
-        """What a request that asks for `name` is told where there is no such class: exceptions do not cross actors."""
+        """The refusal of a request whose class does not exist; a value, because exceptions do not cross actors."""
         try:
             self.resolve(name)
         except UnknownClass as error:

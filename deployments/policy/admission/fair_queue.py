@@ -1,9 +1,9 @@
-"""One class's line in the waiting room: whose turn it is among the clients in it. Pure.
+"""The queue of one class in the waiting room: its clients share the turns fairly. Pure.
 
-Self-clocked fair queueing (Golestani, 1994). A client's next request is stamped with the tokens that the client has
-been served plus those of the request, and the lowest stamp goes first; equal stamps go by target time. A client that
-joins starts at the highest stamp that was ever served: having been away earns it nothing, and since stamps only grow
-nobody is overtaken for ever. A client's own requests keep the order of their target times.
+Self-clocked fair queueing (Golestani, 1994). The next request of a client is stamped with the tokens that the client
+has been served plus those of the request, and the lowest stamp is served first; equal stamps go by target time. A
+client that joins starts at the highest stamp ever served, so it gains nothing by having been away. Stamps only grow, so
+no request is overtaken for ever. The requests of one client keep the order of their target times.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from deployments.policy.admission.classes import PriorityClass
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """One request in the room. `number`: it came after so many. `since_s`: when it came.
+    """One waiting request. `number`: of its arrival, from 1. `since_s`: when it arrived.
 
-    `target_s`: when its first token is due. `tokens`: what serving it will count for, prompt and expected answer.
+    `target_s`: when its first token is due. `tokens`: what serving it counts for: its prompt and its expected answer.
     """
 
     request: SessionRequest
@@ -41,16 +41,16 @@ class _Client:
 
 
 _Entry = tuple[float, float, int, str, int]
-"""A waiter's rank in the line: stamp, target time, number, client, and how many of the client's are before it."""
+"""A request's place: stamp, target time, number, client, and the number of the client's requests before it."""
 
 _END: _Entry = (math.inf, math.inf, 0, "", 0)
 
 
 class Line:
-    """The waiters of one class.
+    """The waiting requests of one class.
 
-    Finding the next one looks only at those before it. Joining, leaving and being served search by halves and move
-    part of a list of the clients: microseconds for ten thousand.
+    Finding the next one looks only at those before it. Joining and removing use binary search and move part of a list
+    of the clients, which takes microseconds for ten thousand.
     """
 
     def __init__(self, priority: PriorityClass) -> None:
@@ -65,7 +65,7 @@ class Line:
         return len(self._arrivals)
 
     def join(self, waiter: Waiter) -> None:
-        """Stand in line."""
+        """Enter a request."""
         self._arrivals[waiter.number] = waiter
         insort(self._targets, waiter.target_s)
         name = waiter.request.client
@@ -75,7 +75,7 @@ class Line:
         self._list(name, client)
 
     def remove(self, waiter: Waiter, served: bool = False) -> None:
-        """Step out of line; if `served`, the client's later requests give way for as much as this one took."""
+        """Take a request out. `served`: its tokens count for its client, so the client's later requests come later."""
         del self._arrivals[waiter.number]
         del self._targets[bisect_left(self._targets, waiter.target_s)]
         name = waiter.request.client
@@ -91,7 +91,7 @@ class Line:
             del self._clients[name]
 
     def in_order(self) -> Iterator[Waiter]:
-        """Each as it would come if all before it were served. The line must not change meanwhile."""
+        """The requests in the order in which they would be served. The queue must not change meanwhile."""
         later: list[_Entry] = []
         for entry in chain(self._first, (_END,)):
             while later and later[0] < entry:
@@ -100,22 +100,22 @@ class Line:
                 yield self._advance(entry, later)
 
     def ahead_of(self, client: str) -> int:
-        """At most so many would be served before a newcomer of `client`, were all requests of one size."""
+        """The most requests that would be served before a new one of `client`, if all were of one size."""
         known = self._clients.get(client)
         own = len(known.waiters) if known else 0
         others = len(self._clients) - (known is not None)
         return min(len(self), own + (own + 1) * others)
 
     def due_within(self, from_s: float, until_s: float) -> int:
-        """How many have a target between these times."""
+        """The number of requests whose target is between these times."""
         return bisect_left(self._targets, until_s) - bisect_left(self._targets, from_s)
 
     def newest(self) -> Iterator[Waiter]:
-        """The last to come first."""
+        """The requests, the newest first."""
         return reversed(self._arrivals.values())
 
     def _advance(self, entry: _Entry, later: list[_Entry]) -> Waiter:
-        """The waiter of an entry; the entry of its client's next one goes to `later`."""
+        """The request of an entry. The entry of its client's next request goes to `later`."""
         stamp, _, _, name, position = entry
         waiters = self._clients[name].waiters
         if position + 1 < len(waiters):

@@ -16,10 +16,10 @@ def verdict(
     slack: float = 1.0,
     max_retry_after_s: float = 30.0,
 ) -> Reject | None:
-    """Why a request that could be placed now is refused; none: nothing is against it.
+    """The refusal of a request that could be placed now but would miss its class; None: it may be placed.
 
-    A predicted time may be `slack` times its objective. A forecast that is not trusted refuses nobody: a cold start.
-    Nobody is kept waiting for the load to fall: nobody can say when it does.
+    A predicted time may be up to `slack` times its objective. A forecast that is not trusted yet, as after a cold
+    start, refuses no request. Such a request does not wait for the load to fall, because that time cannot be predicted.
     """
     if not forecast.trusted:
         return None
@@ -31,7 +31,7 @@ def verdict(
         code, retry_s = "predicted_ttft", _until_ttft_fits(forecast, slack * priority.ttft_s)
     elif priority.tpot_s is not None and forecast.tpot_s > slack * priority.tpot_s:
         reason = f"predicted TPOT {_over(forecast.tpot_s, priority.tpot_s, slack)} of class {priority.name}"
-        # By the time such an answer takes, most of what runs now is over.
+        # After the time that such an answer takes, most sessions that run now are over.
         code, retry_s = "predicted_tpot", forecast.output_tokens * forecast.tpot_s
     else:
         return None
@@ -39,7 +39,8 @@ def verdict(
 
 
 def _until_ttft_fits(forecast: Forecast, limit_s: float) -> float:
-    """In how many seconds the same request, new, would meet `limit_s`; infinite if not even without a queue."""
+    """The seconds until the same request, asked anew, would meet `limit_s`; infinite if it misses it without a
+    queue."""
     if forecast.ttft_s - forecast.queue_s > limit_s:
         return math.inf
     return forecast.ttft_s - limit_s
@@ -50,7 +51,7 @@ def _over(predicted_s: float, objective_s: float, slack: float) -> str:
 
 
 def times(slack: float) -> str:
-    """How a reason names an objective that counts only so many times."""
+    """The words for an objective that may be exceeded `slack` times; empty for 1."""
     return "" if slack == 1.0 else f"{slack:g} times "
 
 

@@ -1,6 +1,6 @@
-"""How many sessions may be placed again whose last placement came to nothing: retries must not multiply failures.
+"""The retry budget: how many lost sessions may be placed again, so that retries do not multiply failures. Pure.
 
-Those that had more than a first token go on for nothing: each answers a loss of its own. Pure.
+A session that had more than a first token needs no budget, because its retry does not repeat one that failed at once.
 """
 
 from __future__ import annotations
@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections import deque
 
 RETRY_BUDGET = "retry_budget"
-"""The code of a refusal for want of budget: to be asked again in a moment."""
+"""The code of a refusal because the budget is used up; the caller asks again in a moment."""
+
 RETRY_AFTER_S = 0.5
+"""When such a caller asks again."""
+
 WINDOW_S = 10.0
+"""The window in which placements are counted."""
+
 LEAST = 16
+"""Retries that are always allowed in a window."""
 
 
 class RetryBudget:
-    """In any `window_s` seconds, no more second and later placements than first ones and open sessions, and `least`.
+    """In any window of `window_s` seconds, at most `first placements + open sessions + least` retries.
 
-    So all sessions of a replica that dies can move, and a fleet on which everything fails is asked twice as much and
-    no more. The idea is Finagle's.
+    So all sessions of a replica that dies can go on elsewhere, and a fleet on which every placement fails gets at most
+    about twice the load. The idea is Finagle's.
     """
 
     def __init__(self, window_s: float = WINDOW_S, least: int = LEAST) -> None:
@@ -32,7 +38,7 @@ class RetryBudget:
         self._first.append(now_s)
 
     def take(self, now_s: float, open_sessions: int) -> bool:
-        """Whether one more may be placed again; counts it if so."""
+        """Whether one more session may be placed again; counts it if so."""
         self._forget(self._first, now_s)
         self._forget(self._again, now_s)
         if len(self._again) >= len(self._first) + open_sessions + self._least:

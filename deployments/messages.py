@@ -54,9 +54,10 @@ class Phase(StrEnum):
 class ReplicaInfo:
     """What does not change in a replica's life.
 
-    `endpoints`: control address of each worker's KV channel, by rank. `chunk_tokens`: prompt tokens that one step
-    computes at most. `kv_bytes_per_token`: over all layers and workers. 0 where nobody can tell. `prior`: what its
-    hardware and model make of a step, the five numbers of `step_cost.Coefficients`; empty: unknown.
+    `endpoints`: the control address of each worker's KV channel, by rank. `chunk_tokens`: the most prompt tokens that
+    one step computes. `kv_bytes_per_token`: over all layers and workers. Both are 0 where they are not known. `prior`:
+    the five coefficients of a step by its hardware and model (`step_cost.Coefficients`); empty where they are not
+    known.
     """
 
     replica_id: str

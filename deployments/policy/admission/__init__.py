@@ -1,1 +1,1 @@
-"""Which session is served now, which waits, and which is refused. Pure."""
+"""Which request is served now, which waits, and which is refused. Pure."""

@@ -1,17 +1,18 @@
 """The waiting room: a bounded queue of requests that no replica can take yet. Pure.
 
-Classes of a lower rank go first. Among classes of one rank the earliest target for a first token does, while it can be
-met; those whose target has passed, and classes that promise nothing, follow in turns by weight. After each three so
-served one is due: the first of the class that is furthest behind its weight's share of all turns. It is tried before
-anybody else until it is served, so no class starves. Within a class clients share fairly (`line.py`).
+Classes of a lower rank are served first. Among classes of one rank, the request with the earliest target for its first
+token is served first, while the target can be met. Requests whose target has passed, and classes without a target,
+follow in turns by weight. After three requests served by this order, one is due by share: the first of the class that
+is furthest behind its weight's share of all turns. It is tried before all others until it is served, so no class
+starves. Within a class the clients share fairly (`fair_queue`).
 
-Sessions that are placed again, some in the middle of their answers, go before all of these, and the room is never full
-for them: they were admitted once, and there are no more of them than were.
+Sessions that are placed again, some in the middle of their answers, are tried before all of these, and the room is
+never full for them: they were admitted once.
 
-A request that cannot be placed now does not hold up later ones that can. So that small requests cannot starve a
-large one for ever, a request that has waited half of the time it has claims a decode replica, the one that is nearest
-to having room for it: those behind it are placed on the others only, and the claimed one empties out. (Claims on all
-that could hold it were tried: at overload one long prompt then held up every short one.)
+A request that cannot be placed now does not hold up later ones that can. After half its allowed wait, a request claims
+a decode replica, so smaller requests stop overtaking it: requests behind it are placed on other replicas only, and the
+claimed replica empties. It is the one that is nearest to having room. (Claims on all replicas that could hold the
+request were tried: under overload one long prompt then held up every short one.)
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from deployments.policy.admission.fair_queue import Line, Waiter
 from deployments.policy.placement.field import claimed
 
 OVERTAKING_DEPTH = 64
-"""How many may be tried before a pass gives up, divided among the classes that wait: bounds the work of one pass."""
+"""The most requests tried in one pass, divided among the classes that wait. It bounds the work of a pass."""
 
 CLAIMANTS = 8
-"""How many may claim replicas in one pass: bounds what claims may cost, and the first to claim are the first to go."""
+"""The most requests that claim a replica in one pass. It bounds the cost of claims; the first in order claim."""
 
 TURNS_BY_RANK = 3
-"""So many are served by rank before one is due by share."""
+"""The number of requests served by rank before one is due by share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A request that leaves the room, and its answer."""
+    """A request that was taken out of the room, and its answer."""
 
     request: SessionRequest
     decision: Admit | Reject
@@ -48,13 +49,13 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A place was taken. `displaced`: who had to leave for it, and what to tell them."""
+    """A request has entered. `displaced`: the request that was taken out for it, with its answer."""
 
     displaced: Called | None = None
 
 
 class _Class:
-    """One class in the room. `turns`: how often it was served, over its weight."""
+    """One class in the room. `turns`: the number of its requests served, divided by its weight."""
 
     def __init__(self, priority: PriorityClass) -> None:
         self.priority = priority
@@ -63,18 +64,18 @@ class _Class:
 
     @property
     def after_next(self) -> float:
-        """`turns` after one more."""
+        """`turns` after one more request."""
         return self.turns + 1 / self.priority.weight
 
     def in_order(self, depth: int, now_s: float) -> Iterator[tuple[tuple[int, float], Waiter]]:
-        """Its first `depth`, each after its place among those of other classes of the rank."""
+        """Its first `depth` requests, each with the key that orders it among the classes of its rank."""
         for waiter in islice(self.line.in_order(), depth):
             is_in_time = self.priority.ttft_s is not None and now_s < waiter.target_s
             yield (0, waiter.target_s) if is_in_time else (1, self.after_next), waiter
 
 
 class WaitingRoom:
-    """At most `max_requests` waiters, each for at most `timeout_s`. Times are seconds of the caller's."""
+    """At most `max_requests` requests wait, each for at most `timeout_s`. Times are seconds of the caller's clock."""
 
     def __init__(
         self,
@@ -102,10 +103,10 @@ class WaitingRoom:
         return session_id in self._waiters
 
     def enter(self, request: SessionRequest, now_s: float, output_tokens: float | None = None) -> Entered | Reject:
-        """Take a place, or a rejection that says when to come back. Where all are taken, a request of a lower rank
-        takes that of the newest of the highest.
+        """Let a request wait, or refuse it and say when to ask again.
 
-        `output_tokens`: the answer's expected length; default: the most it may be. Raises ValueError when the session
+        In a full room a request displaces the newest request of the highest rank, if that rank is higher than its own.
+        `output_tokens`: the expected length of the answer; by default its maximum. Raises ValueError when the session
         is in the room already, UnknownClass when its class does not exist.
         """
         if request.session_id in self._waiters:
@@ -118,7 +119,7 @@ class WaitingRoom:
         return Entered(displaced)
 
     def remove(self, session_id: str) -> bool:
-        """Give up a place; idempotent. True when there was one."""
+        """Take a request out; idempotent. True when it was waiting."""
         waiter = self._waiters.get(session_id)
         if waiter is not None:
             self._take_out(waiter)
@@ -131,9 +132,9 @@ class WaitingRoom:
         now_s: float,
         claim: Callable[[SessionRequest, View], str | None] = claimed,
     ) -> Called | None:
-        """Take out the first waiter that can be answered now. Call again, with a new view, until None.
+        """Take out the first request that can be answered now. Call it again, with a new view, until it gives None.
 
-        `claim`: the replica that a patient waiter claims, if any.
+        `claim`: the replica that a request claims after half its allowed wait, if any.
         """
         claimants = 0
         for waiter in self._in_order(now_s):
@@ -148,18 +149,18 @@ class WaitingRoom:
         return None
 
     def expired(self, now_s: float) -> tuple[SessionRequest, ...]:
-        """Take out those who waited too long."""
+        """Take out the requests that have waited too long."""
         late = tuple(takewhile(lambda waiter: now_s >= self._deadline_s(waiter), self._waiters.values()))
         for waiter in late:
             self._take_out(waiter)
         return tuple(waiter.request for waiter in late)
 
     def deadline_s(self, session_id: str) -> float:
-        """When a waiter will be late. Raises KeyError for one that is not in the room."""
+        """When a request will have waited too long. Raises KeyError for one that is not in the room."""
         return self._deadline_s(self._waiters[session_id])
 
     def next_deadline_s(self) -> float | None:
-        """When the first waiter will be late; none when nobody waits."""
+        """When the first request will have waited too long; None when no request waits."""
         oldest = next(iter(self._waiters.values()), None)
         return None if oldest is None else self._deadline_s(oldest)
 
@@ -169,16 +170,16 @@ class WaitingRoom:
         return 0.0 if waiter is None else now_s - waiter.since_s
 
     def retry_after_s(self, now_s: float) -> float:
-        """When to come back: after what the first to come has waited, within one second and the bound."""
+        """When a refused request may ask again: after the wait of the oldest request, from 1 s to the bound."""
         oldest = next(iter(self._waiters.values()), None)
         waited = now_s - oldest.since_s if oldest else 0.0
         return min(max(waited, 1.0), self._max_retry_after_s)
 
     def ahead_of(self, request: SessionRequest, now_s: float) -> int:
-        """About how many would be served before a newcomer: all of lower ranks, those of other classes of its rank that
-        are due before it, and of its own as clients share it.
+        """About how many requests would be served before a new one.
 
-        Raises UnknownClass when its class does not exist.
+        These are all requests of lower ranks, those of other classes of its rank that are due before it, and those of
+        its own class by the fair shares of the clients. Raises UnknownClass when its class does not exist.
         """
         mine = self._classes.resolve(request.priority)
         lines = [queue.line for queue in self._queues.values() if queue.priority.rank == mine.rank]
@@ -191,11 +192,11 @@ class WaitingRoom:
         return before + own + sum(line.due_within(now_s, target_s) for line in others)
 
     def queued(self) -> dict[str, int]:
-        """How many wait, by class."""
+        """The number of waiting requests, by class."""
         return {name: len(queue.line) for name, queue in self._queues.items()}
 
     def _make_room(self, queue: _Class, now_s: float) -> Called | Reject | None:
-        """Room for one more of a class: who has to leave for it, if anybody; or that there is none."""
+        """Room for one more request of a class: the request displaced for it, if any, or the refusal."""
         limit = queue.priority.max_queued
         if limit is not None and len(queue.line) >= limit:
             return self._full(f"{limit} requests of class {queue.priority.name} are waiting already", now_s)
@@ -222,12 +223,12 @@ class WaitingRoom:
         return now_s + min(priority.ttft_s or self._timeout_s, self._timeout_s)
 
     def _in_order(self, now_s: float) -> Iterator[Waiter]:
-        """Whom to try, and in which order. Nobody may come or go meanwhile."""
+        """The requests to try, in order. None may be entered or taken out meanwhile."""
         yield from islice(self._again.values(), OVERTAKING_DEPTH)
         yield from (waiter for waiter in self._in_turn(now_s) if waiter.request.attempt == 1)
 
     def _in_turn(self, now_s: float) -> Iterator[Waiter]:
-        """By class."""
+        """The requests by the order of their classes."""
         waiting = [queue for queue in self._queues.values() if queue.line]
         if self._due is None and waiting and self._by_rank >= TURNS_BY_RANK:
             self._due = next(min(waiting, key=lambda queue: queue.after_next).line.in_order())
@@ -255,13 +256,13 @@ class WaitingRoom:
             self._due = None
 
     def _least_below(self, priority: PriorityClass) -> Waiter | None:
-        """The newest waiter of the highest rank over that of `priority`, but none that is due or placed again."""
+        """The newest request of the highest rank over that of `priority`, but none that is due or placed again."""
         below = [queue.line for queue in self._queues.values() if queue.priority.rank > priority.rank]
-        newest = (next(filter(self._may_leave, line.newest()), None) for line in below)
+        newest = (next(filter(self._may_be_displaced, line.newest()), None) for line in below)
         waiters = [waiter for waiter in newest if waiter is not None]
         return max(waiters, key=lambda waiter: (waiter.priority.rank, waiter.number), default=None)
 
-    def _may_leave(self, waiter: Waiter) -> bool:
+    def _may_be_displaced(self, waiter: Waiter) -> bool:
         return waiter is not self._due and waiter.request.attempt == 1
 
     def _displace(self, waiter: Waiter, by: PriorityClass, now_s: float) -> Called:

@@ -1,6 +1,6 @@
-"""The policies that people use elsewhere, to compare `joint` with. Pure; each chooses among those that fit.
+"""The policies of other systems, to compare `joint` with. Pure.
 
-They choose the decode and the prefill replica one after the other, and split whatever may be split.
+They choose the decode replica and then the prefill replica, and split every request that may be split.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class OneByOne:
         self._pick = pick
 
     def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
+        """See `Policy`; the same holds for the other methods."""
         decode, prefill = here.columns(Role.DECODE), here.columns(Role.PREFILL)
         matched = owners & np.isin(decode.fingerprint, prefill.fingerprint[helpers])
         if not matched.any():
@@ -46,7 +47,7 @@ class OneByOne:
 
 
 class RoundRobin:
-    """Each in its turn, whatever it has to do."""
+    """Each replica in its turn, whatever its load."""
 
     def __init__(self) -> None:
         self._last: dict[Role, int] = {}
@@ -60,14 +61,14 @@ class RoundRobin:
 
 
 def by_free_blocks(here: Field, role: Role, able: Flags) -> int:
-    """By chance, in proportion to free KV blocks: weighted round robin, as RTP-LLM has it, without its turns."""
+    """At random, in proportion to free KV blocks: RTP-LLM's weighted round robin, without its turns."""
     rows = np.flatnonzero(able)
     weights = np.maximum(here.columns(role)["free_blocks"][rows], 1.0)
     return int(here.rng.choices(rows.tolist(), weights.tolist())[0])
 
 
 def power_of_two(here: Field, role: Role, able: Flags) -> int:
-    """The one with fewer sessions of two drawn by chance (Mitzenmacher)."""
+    """Of two replicas drawn at random, the one with fewer sessions (Mitzenmacher)."""
     rows = np.flatnonzero(able).tolist()
     two = rows if len(rows) < 2 else here.rng.sample(rows, 2)
     sessions = here.columns(role)["sessions"]
@@ -75,13 +76,13 @@ def power_of_two(here: Field, role: Role, able: Flags) -> int:
 
 
 def tokens(here: Field, role: Role) -> Numbers:
-    """Prompt tokens to compute and tokens held."""
+    """The load of each replica: prompt tokens that it has yet to compute, plus tokens held."""
     columns = here.columns(role)
     return columns["backlog_tokens"] + columns["held_tokens"]
 
 
 def least(score: Score) -> Pick:
-    """The one with the lowest score; chance decides between equals."""
+    """The replica with the lowest score; equal ones are drawn at random."""
 
     def pick(here: Field, role: Role, able: Flags) -> int:
         rows = np.flatnonzero(able)
@@ -92,7 +93,7 @@ def least(score: Score) -> Pick:
 
 
 def prefix_affinity(here: Field, role: Role, able: Flags) -> int:
-    """The longest prefix in its cache, while it is not far busier than others; then the least tokens."""
+    """The replica with the longest cached prefix, unless it is far busier than the others; then the least loaded."""
     rows, load = np.flatnonzero(able), tokens(here, role)
     cached = here.outlook(role).cached_tokens[rows]
     bearable = load[rows] <= BUSIER * float(load[rows].mean()) + here.request.prompt_tokens
@@ -102,14 +103,14 @@ def prefix_affinity(here: Field, role: Role, able: Flags) -> int:
 
 
 BUSIER = 1.5
-"""How many times the mean load a replica may have and still get what it has cached."""
+"""The most load of a replica that still gets the prompts it has cached, as a multiple of the mean load."""
 
 
 class OverlapCost:
     """Prompt blocks to compute plus blocks in use, drawn by softmax, as NVIDIA Dynamo documents its router.
 
-    cost = `overlap_weight` x (prefill blocks not cached, with those that wait) + decode blocks, divided by the largest;
-    temperature 0 takes the least.
+    cost = `overlap_weight` x (prefill blocks that are not cached, with those that wait) + decode blocks, divided by the
+    largest cost. At `temperature` 0 the replica with the least cost is taken.
     """
 
     def __init__(self, overlap_weight: float = 1.0, temperature: float = 0.0) -> None:
@@ -137,4 +138,4 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "prefix_affinity": lambda: OneByOne(prefix_affinity),
     "overlap_cost": lambda: OneByOne(OverlapCost()),
 }
-"""By the name that the configuration uses."""
+"""The policies by their names in the configuration."""

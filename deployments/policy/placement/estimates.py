@@ -16,16 +16,18 @@ from deployments.step_cost import Coefficients
 NO_ROWS: Codes = np.zeros(0, np.int64)
 NO_TOKENS: Numbers = np.zeros(0)
 TOKENS_BELOW = 1 << 32
+"""More than any number of cached tokens: a kind times this plus the tokens is one number for the two."""
+
 MANY = 16
-"""Hits, from which on it is looked for those that are alike."""
+"""With more hits than this, equal ones are computed once."""
 
 Number = Callable[[Coefficients, Kind, int], float]
-"""Of a kind of replicas, by how many of the prompt's tokens are cached."""
+"""A number of a kind of replicas, by how many of the prompt's tokens are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pool takes: prompts of these lengths, requests of these classes and adapters (none named: of all)."""
+    """The requests that a pool takes, by prompt length, class and adapter. An empty set allows all."""
 
     min_prompt_tokens: int = 0
     max_prompt_tokens: int | None = None
@@ -33,7 +35,7 @@ class Limits:
     adapters: frozenset[str] = frozenset()
 
     def take(self, request: SessionRequest) -> bool:
-        """Whether the pool serves such a request at all."""
+        """Whether the pool takes such a request."""
         within = self.min_prompt_tokens <= request.prompt_tokens
         within = within and (self.max_prompt_tokens is None or request.prompt_tokens <= self.max_prompt_tokens)
         of_class = not self.classes or request.priority in self.classes
@@ -43,11 +45,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What is known at a request's arrival. Everything may be empty: then only memory and counts decide.
+    """What is known when a request arrives. All of it may be empty: then only memory and counts decide.
 
-    `hits`: leading blocks of the prompt in a replica's prefix cache, by replica id. `output_tokens`: expected.
-    `trusted`: the pools whose steps were learnt. `pinned`: the replicas that the request's affinity names.
-    `link_bytes_per_s`: between two replicas; 0 is unknown.
+    `hits`: leading blocks of the prompt in a replica's prefix cache, by replica id. `output_tokens`: the expected
+    length of the answer. `trusted`: the pools whose step times were learned. `pinned`: the replicas that the request's
+    affinity names. `link_bytes_per_s`: between two replicas; 0 where it is not known.
     """
 
     hits: Mapping[str, int] = field(default_factory=dict)
@@ -60,8 +62,9 @@ class Knowledge:
 class Outlook:
     """One request on every replica of a role. All columns have a row per replica; units are tokens and seconds.
 
-    What depends on the pool alone is computed once a pool. `hit_rows`: the replicas that have some of the prompt, and
-    `hit_tokens` how much; with a system prompt that all conversations share, that is nearly every replica.
+    A number that depends only on the kind of replica is computed once per kind. `hit_rows`: the replicas that have some
+    of the prompt in their caches. `hit_tokens`: how much each of them has. With a system prompt that all conversations
+    share, that is nearly every replica.
     """
 
     def __init__(self, request: SessionRequest, columns: Columns, knowledge: Knowledge, now_s: float) -> None:
@@ -73,45 +76,45 @@ class Outlook:
         blocks = np.fromiter(hits.values(), np.float64, len(hits))
         known = rows >= 0
         rows = rows[known]
-        # A prompt that is cached whole is still computed at its last position, and so is that position's block.
+        # The last position of a prompt is always computed, also when the whole prompt is cached.
         most = max(0, self.request.prompt_tokens - 1)
         return rows, np.minimum(blocks[known] * self.columns["block_size"][rows], most)
 
     def cached_on(self, row: int) -> int:
-        """Prompt tokens in a replica's prefix cache."""
+        """Prompt tokens in the prefix cache of the replica in this row."""
         return int(self.cached_tokens[row])
 
     @cached_property
     def cached_tokens(self) -> Numbers:
-        """The same of all replicas."""
+        """Prompt tokens in the prefix cache of each replica."""
         column = np.zeros(len(self.columns.ready))
         column[self.hit_rows] = self.hit_tokens
         return column
 
     @cached_property
     def queue_s(self) -> Numbers:
-        """Until what was promised before is prefilled: by the clock, and no less than what waits behind the first."""
+        """Seconds until the prompts placed before are computed, and at least the time of those behind the first."""
         seconds: Numbers = np.maximum(self.columns["busy_until_s"] - self.now_s, self.columns["behind_s"])
         return seconds
 
     @cached_property
     def prefill_s(self) -> Numbers:
-        """Computing the part of the prompt that is not cached, in a replica that does nothing else."""
+        """Seconds to compute the part of the prompt that is not cached, on a replica that does nothing else."""
         return self._column(self._prefill_s, self.hit_prefill_s)
 
     @cached_property
     def hit_prefill_s(self) -> Numbers:
-        """The same of `hit_rows` only."""
+        """The same for `hit_rows` only."""
         return self._of_hits(self._prefill_s)
 
     @cached_property
     def beside_s(self) -> Numbers:
-        """What computing it adds to the steps of those who run beside it: they take what they take in any case."""
+        """Seconds that computing it adds to the steps of the sessions beside it, which have those steps in any case."""
         return self._column(self._beside_s, self.hit_beside_s)
 
     @cached_property
     def hit_beside_s(self) -> Numbers:
-        """The same of `hit_rows` only."""
+        """The same for `hit_rows` only."""
         return self._of_hits(self._beside_s)
 
     def _prefill_s(self, steps: Coefficients, kind: Kind, cached_tokens: int) -> float:
@@ -135,43 +138,46 @@ class Outlook:
 
     @cached_property
     def _unlike_hits(self) -> tuple[list[float], Codes | None]:
-        """Kind and cached tokens of `hit_rows` as one number; of many, those alike once, and the place of each."""
+        """Kind and cached tokens of each of `hit_rows` as one number.
+
+        Of many, equal numbers once, and each one's index.
+        """
         found = self.columns.kind[self.hit_rows] * TOKENS_BELOW + self.hit_tokens
-        if found.size <= MANY:  # where it is not the quicker way
+        if found.size <= MANY:  # for so few, finding equal ones takes longer
             return found.tolist(), None
         unlike, places = np.unique(found, return_inverse=True)
         return unlike.tolist(), places
 
     @property
     def uncached_prefill_s(self) -> float:
-        """The least that it takes a replica that has nothing of the prompt."""
+        """The least time of a prefill on a replica that has nothing of the prompt."""
         return self.columns.least_of_kinds(lambda steps, kind: self._prefill_s(steps, kind, 0))
 
     @property
     def uncached_beside_s(self) -> float:
-        """The least that it adds there to the steps of others."""
+        """The least time that this prefill adds to the steps of other sessions."""
         return self.columns.least_of_kinds(lambda steps, kind: self._beside_s(steps, kind, 0))
 
     @cached_property
     def step_s(self) -> Numbers:
-        """A decode step as it will be with this request in it."""
+        """Seconds of a decode step with this request in it."""
         return self.columns["step_s"] + self.added_step_s
 
     @cached_property
     def added_step_s(self) -> Numbers:
-        """What this request adds to every decode step of the others."""
+        """Seconds that this request adds to every decode step of the other sessions."""
         held = self.request.prompt_tokens + self.knowledge.output_tokens / 2
         return self.columns.of_kinds(lambda steps, kind: steps.sequence_s + held * steps.context_s)
 
     def kv_bytes(self, rows: Codes) -> Numbers:
-        """KV that would have to move to each of these replicas: what its own cache does not hold."""
+        """Bytes of KV that would have to move to each of these replicas: what its own cache does not hold."""
         missing = self.request.prompt_tokens - (self.cached_tokens[rows] if self.hit_rows.size else 0.0)
         size: Numbers = missing * self.columns["kv_bytes_per_token"][rows]
         return size
 
     @cached_property
     def fill(self) -> Numbers:
-        """The share of a replica's blocks that is expected to be taken with this request in it, 1 when all are."""
+        """The share of a replica's blocks that is expected to be in use with this request in it; 1 is all."""
         need = self.columns.blocks_for(self.request.prompt_tokens + self.knowledge.output_tokens)
         share: Numbers = (self.columns["expected_blocks"] + need) * self.columns["per_block"]
         return share

@@ -1,8 +1,8 @@
-"""Joint choice of the prefill-decode pair by what it costs everybody, in seconds. Pure.
+"""Joint choice of the prefill-decode pair by what it costs all requests together, in seconds. Pure.
 
-The cost of a pair is a sum of what its prefill replica costs, what its decode replica costs, and what moving the KV
-cache between them costs beyond the computation that hides it. Only the last depends on both, so the best of either
-side are found by columns and only those are paired.
+The cost of a pair is the cost of its prefill replica, plus the cost of its decode replica, plus the part of the KV
+transfer that the computation does not hide. Only the last depends on both replicas, so the best of each side are found
+by columns, and only those are paired.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from deployments.policy.placement.choice import Choice, near_s
 from deployments.policy.placement.field import Field
 
 CANDIDATES = 16
-"""The best of each side that are paired."""
+"""The number of the best replicas of each side that are paired."""
 
 FULL = 0.98
-"""A fill from here on costs as much as this: the barrier has no pole."""
+"""The highest fill that the memory cost is computed with, so that it stays finite."""
 
 
 class Joint:
-    """See the module. Chance decides between near-equals, in proportion to the free blocks that would be left."""
+    """See the module. Choices of nearly equal cost are drawn at random, in proportion to their free blocks."""
 
     def pair(self, here: Field, owners: Flags, helpers: Flags) -> Choice | None:
+        """The best pair of all engines."""
         decode, prefill = here.columns(Role.DECODE), here.columns(Role.PREFILL)
         if len(decode.engines) == 1 and decode.engines.keys() == prefill.engines.keys():
             return _best_pair(here, np.flatnonzero(owners), np.flatnonzero(helpers))
@@ -40,7 +41,7 @@ class Joint:
         return best
 
     def at_least(self, here: Field, role: Role, owners: Flags) -> float:
-        """As if nothing stood before any of them, and the least loaded decoded fastest."""
+        """The cost if no prompt waited on any replica, and the least loaded one decoded fastest."""
         weights, sessions, decode_s = here.settings.weights, _decoding(here.columns(role)), _decode_s(here, role)
         outlook = here.outlook(role)
 
@@ -56,7 +57,7 @@ class Joint:
         return least_s - (weights.pin_s if here.knowledge.pinned else 0.0)
 
     def target(self, here: Field, owners: Flags) -> int:
-        """What it costs to write the rest of the answer there, and to have moved there what its cache lacks."""
+        """The replica with the least cost of writing the remainder there and moving the KV that its cache lacks."""
         rows = np.flatnonzero(owners)
         cost_s = _decode_s(here, Role.DECODE)[rows]
         if here.knowledge.link_bytes_per_s:
@@ -65,7 +66,7 @@ class Joint:
         return int(rows[_pick(here, cost_s, here.columns(Role.DECODE)["free_blocks"][rows])])
 
     def alone(self, here: Field, role: Role, owners: Flags) -> Choice:
-        """Prefill beside running requests makes their steps longer, but for those whose own is yet to be computed."""
+        """One replica for both. Its prefill makes the steps of the running sessions longer."""
         weights, columns = here.settings.weights, here.columns(role)
         cost_s = _decode_s(here, role) + _first_token_s(here, role)
         cost_s = cost_s + weights.others * _decoding(columns) * here.outlook(role).beside_s
@@ -88,7 +89,7 @@ def _best_pair(here: Field, owners: Codes, helpers: Codes) -> Choice:
 
 
 def _first_token_s(here: Field, role: Role) -> Numbers:
-    """What it costs to have the prompt computed on each replica."""
+    """The cost of computing the prompt on each replica."""
     weights, outlook = here.settings.weights, here.outlook(role)
     ttft_s = outlook.queue_s + outlook.prefill_s
     cost_s: Numbers = weights.ttft * ttft_s + weights.later * outlook.queue_s
@@ -98,7 +99,7 @@ def _first_token_s(here: Field, role: Role) -> Numbers:
 
 
 def _decoding(columns: Columns) -> Numbers:
-    """The sessions of each replica whose prompts are computed, or are its own to compute."""
+    """The sessions of each replica, but those whose prompts another replica has yet to compute."""
     sessions: Numbers = columns["sessions"] - columns["pending"]
     return sessions
 
@@ -110,7 +111,7 @@ def _decode_s(here: Field, role: Role) -> Numbers:
 
 
 def _find_decode_s(here: Field, role: Role) -> Numbers:
-    """What it costs to have the answer written on each replica: to this request, to the others, and in memory."""
+    """The cost of writing the answer on each replica: to this request, to the other sessions, and in memory."""
     weights, outlook, columns = here.settings.weights, here.outlook(role), here.columns(role)
     steps, step_s = max(here.knowledge.output_tokens, 1.0), outlook.step_s
     cost_s: Numbers = (steps * weights.decode) * step_s
@@ -131,14 +132,14 @@ def _pinned(here: Field, role: Role, cost_s: Numbers) -> Numbers:
 
 
 def _least(cost_s: Numbers, rows: Codes) -> Codes:
-    """Of these rows, the `CANDIDATES` that cost least, in no order."""
+    """The `CANDIDATES` of these rows that cost least, in no order."""
     if rows.size <= CANDIDATES:
         return rows
     return rows[np.argpartition(cost_s[rows], CANDIDATES)[:CANDIDATES]]
 
 
 def _pick(here: Field, cost_s: Numbers, free_blocks: Numbers) -> int:
-    """The place of one of those that cost least, or nearly: by chance, in proportion to free blocks."""
+    """The index of a choice with the least cost, or nearly: drawn at random, in proportion to free blocks."""
     least_s = float(cost_s.min())
     near = np.flatnonzero(cost_s <= least_s + near_s(least_s, here.settings.weights))
     if near.size == 1:

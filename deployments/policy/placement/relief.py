@@ -1,9 +1,10 @@
-"""Which sessions a decode replica lets go before its KV blocks run out, so that its engine never preempts. Pure.
+"""Which sessions a decode replica gives up before its KV blocks run out, so that its engine never preempts. Pure.
 
-Only with `placement.overcommit` over 1 can it come to that: then more may be promised than there is, and answers turn
-out longer than predicted. A replica is pressed when its free blocks do not hold what its running sessions take within
-`REPORTS` intervals of reporting, one token each a step. It then lets go the fewest sessions that leave enough for
-`REST` times as long, and only where another replica has room for them for as long: so sessions do not go to and fro.
+This happens only with `placement.overcommit` over 1: then more may be reserved than there is, and answers may be longer
+than predicted. A replica is pressed when its free blocks do not hold what its running sessions need within `REPORTS`
+reporting intervals, at one token per session and step. It then gives up the fewest sessions that leave enough blocks
+for `REST` times as long, and only those for which another replica has room for as long. So sessions do not move to and
+fro.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ from deployments.step_cost import Coefficients
 from transfer.memory.blocks import blocks_for
 
 REPORTS = 10
-"""A replica is told within one interval, and lets go at once; then it still has to hand over what it has."""
+"""The reporting intervals for which free blocks must last.
+
+A replica is told within one interval and gives up the sessions at once, but it has yet to hand over their KV.
+"""
 
 REST = 2.0
-"""Between being pressed and being at rest."""
+"""How many times as long the free blocks must last after the moves."""
 
 LEAST_STEPS = 8
-"""However long its steps are said to take, a replica makes so many until it is told."""
+"""The least number of steps for which free blocks must last, however long a step is predicted to take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A session that has begun on a replica. `held_tokens`: prompt and answer so far. `blocks`: the most it takes."""
+    """A session that has begun on a replica.
+
+    `held_tokens`: prompt and answer so far. `blocks`: the most it may hold.
+    """
 
     session_id: str
     held_tokens: int
@@ -37,28 +44,32 @@ class Running:
     movable: bool
 
     def growth(self, steps: float, block_size: int) -> int:
-        """Blocks that it takes in so many steps."""
+        """The new blocks that it needs in so many steps."""
         held = blocks_for(self.held_tokens, block_size)
         return max(0, min(blocks_for(math.ceil(self.held_tokens + steps), block_size), self.blocks) - held)
 
 
 @dataclass(slots=True)
 class Room:
-    """What a replica can take over. `blocks`: free for long enough. `promisable`: by the ledger. `seats`: sessions."""
+    """What a replica can take over.
+
+    `blocks`: free for long enough. `reservable`: blocks that the ledger can still reserve. `seats`: further sessions.
+    """
 
     info: ReplicaInfo
     blocks: int
-    promisable: int
+    reservable: int
     seats: int
 
     def holds(self, session: Running, steps: float) -> bool:
-        """Whether it takes this session and has enough for it for so many steps."""
-        enough = session.blocks <= self.promisable and self._needs(session, steps) <= self.blocks
+        """Whether it has room for this session, for so many steps."""
+        enough = session.blocks <= self.reservable and self._needs(session, steps) <= self.blocks
         return enough and self.seats > 0
 
     def take(self, session: Running, steps: float) -> None:
+        """Use the room for a session."""
         self.blocks -= self._needs(session, steps)
-        self.promisable -= session.blocks
+        self.reservable -= session.blocks
         self.seats -= 1
 
     def _needs(self, session: Running, steps: float) -> int:
@@ -67,7 +78,7 @@ class Room:
 
 
 MayHold = Callable[[Running, ReplicaInfo], bool]
-"""Whether a replica takes such a session at all, by its limits and its size."""
+"""Whether a replica takes such a session, by the limits of its pool and its size."""
 
 
 def running(snapshot: ReplicaSnapshot) -> list[Running]:
@@ -81,12 +92,12 @@ def running(snapshot: ReplicaSnapshot) -> list[Running]:
 
 
 def missing_blocks(sessions: Iterable[Running], free_blocks: int, steps: float, block_size: int) -> int:
-    """Blocks that these sessions take in so many steps, over those that are free."""
+    """The blocks that these sessions need in so many steps, beyond those that are free."""
     return sum(session.growth(steps, block_size) for session in sessions) - free_blocks
 
 
 def room_of(view: ReplicaView, snapshot: ReplicaSnapshot, steps: float) -> Room:
-    """What a replica can take over beside its own sessions, those included that have not begun yet."""
+    """What a replica can take over beside its own sessions, also those that have not begun yet."""
     info = view.info
     told = zip(snapshot.held_tokens, snapshot.reservations, strict=False)
     coming = sum(blocks_for(reserved.held_tokens, info.block_size) for held, reserved in told if not held)
@@ -95,9 +106,10 @@ def room_of(view: ReplicaView, snapshot: ReplicaSnapshot, steps: float) -> Room:
 
 
 def choose_moves(snapshot: ReplicaSnapshot, rooms: Sequence[Room], steps: float, may_hold: MayHold) -> dict[str, str]:
-    """The sessions that a pressed replica lets go, and the replicas that have room for them. `rooms` are used up.
+    """The sessions that a pressed replica gives up, each with a replica that has room for it. `rooms` are used up.
 
-    Each time the smallest that is enough, or else the largest: the fewest clients see a gap. Who is about to end stays.
+    It takes the smallest session that is enough, or else the largest, so that the fewest clients see a gap. Sessions
+    that are about to end stay.
     """
     assert snapshot.info is not None
     size, free = snapshot.info.block_size, snapshot.info.total_blocks - snapshot.used_blocks
@@ -122,18 +134,18 @@ def choose_moves(snapshot: ReplicaSnapshot, rooms: Sequence[Room], steps: float,
 
 
 def _room_for(session: Running, rooms: Sequence[Room], steps: float, may_hold: MayHold) -> Room | None:
-    """Of the replicas that can take it, the one with the most room."""
+    """The replica with the most room, of those that can take the session."""
     able = [room for room in rooms if room.holds(session, REST * steps) and may_hold(session, room.info)]
     return max(able, key=lambda room: room.blocks, default=None)
 
 
 @dataclass(slots=True)
 class Relief:
-    """Which replicas are pressed, and when they were last told what to let go.
+    """Which replicas are pressed, and when they were last told which sessions to give up.
 
-    `interval_s`: between two reports. A pressed replica is told again only when what it was told shows. Until then it
-    takes no newcomers, which would get the blocks that are about to be freed; and those that have room for what it lets
-    go take nobody else.
+    `interval_s`: between two reports. A pressed replica is told again only when the last moves show in its reports.
+    Until then it takes no new session, which would get the blocks that are about to be freed. The replicas that have
+    room for the moved sessions take no other sessions meanwhile.
     """
 
     interval_s: float
@@ -141,12 +153,15 @@ class Relief:
     _kept_until_s: dict[str, float] = field(default_factory=dict)
 
     def steps(self, snapshot: ReplicaSnapshot, takes: Coefficients) -> float:
-        """Steps in which a replica must not run out. `takes`: what those of its pool take; all 0 where nobody knows."""
+        """The steps for which free blocks must last.
+
+        `takes`: what the steps of its pool take; all 0 where not known.
+        """
         step_s = takes.base_s + len(snapshot.sessions) * takes.sequence_s + snapshot.running_tokens * takes.context_s
         return max(float(LEAST_STEPS), REPORTS * self.interval_s / step_s if step_s > 0 else 0.0)
 
     def is_pressed(self, snapshot: ReplicaSnapshot, steps: float, now_s: float) -> bool:
-        """Whether a replica must let sessions go, and has not been told so a moment ago."""
+        """Whether a replica must give up sessions, and has not been told so a moment ago."""
         info = snapshot.info
         if info is None or not snapshot.held_tokens or snapshot.replica_id in self.pressed(now_s):
             return False
@@ -157,16 +172,16 @@ class Relief:
         return True
 
     def keep(self, replica_ids: Iterable[str], now_s: float) -> None:
-        """These are about to take over sessions."""
+        """These replicas are about to take over sessions."""
         self._kept_until_s |= dict.fromkeys(replica_ids, now_s + self._pause_s)
 
     def pressed(self, now_s: float) -> tuple[str, ...]:
-        """The replicas that take nobody, not even who is moved."""
+        """The replicas that take no session, not even one that moves."""
         self._until_s = _still(self._until_s, now_s)
         return tuple(self._until_s)
 
     def barred(self, now_s: float) -> tuple[str, ...]:
-        """The replicas that take no newcomers."""
+        """The replicas that take no new session."""
         self._kept_until_s = _still(self._kept_until_s, now_s)
         return (*self.pressed(now_s), *self._kept_until_s)
 

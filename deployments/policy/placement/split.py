@@ -1,9 +1,10 @@
 """Which modes serve a request exactly: the same tokens, with the same probabilities, as one engine gives.
 
-Where prefill pushes the KV cache, a split request's first token is sampled by the prefill engine. The decode engine
-takes it for what it is, the first of the answer (`transfer/vllm/continued_answer.py`), so that whatever counts
-generated tokens counts it: penalties, limits, grammars, a seed's generator. What is left here has a state that is not
-made again from tokens, or an input that does not travel. Where decode pulls the KV cache it samples every token itself.
+Where prefill pushes the KV cache, the first token of a split request is sampled by the prefill engine. The decode
+engine takes it as the first of the answer (`transfer/vllm/continued_answer.py`), so everything that counts generated
+tokens counts it: penalties, limits, grammars, a seed's generator. The rules here are for requests with a state that
+cannot be made again from tokens, or with an input that does not travel. Where decode pulls the KV cache, it samples
+every token.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from dataclasses import dataclass
 from deployments.messages import Handoff, Mode
 
 ANY = (Mode.DISAGGREGATED, Mode.DECODE_LOCAL, Mode.PREFILL_LOCAL)
-"""Best first. One engine serves anything; the prefill pool's is the last resort (see `placement.place`)."""
+"""All modes, best first. One engine serves any request; one of the prefill pool is the last choice (see `place`)."""
 
 ONE_ENGINE = (Mode.DECODE_LOCAL, Mode.PREFILL_LOCAL)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTraits:
-    """What of a request's parameters bears on splitting it.
+    """The parameters of a request that decide whether it may be split.
 
-    `max_tokens`: those that are still to come. `stateful_logits`: thinking budgets, watermarks.
+    `max_tokens`: the most tokens still to come. `stateful_logits`: thinking budgets, watermarks.
     """
 
     max_tokens: int
@@ -33,9 +34,9 @@ class RequestTraits:
 
 
 def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tuple[tuple[Mode, ...], str]:
-    """The modes that serve a request exactly, best first, and the rule that narrowed them ("" when none did).
+    """The modes that serve a request exactly, best first, and the rule that excluded the others ("" when none did).
 
-    `stateful_logits` is about the first token, and holds for a pushed handoff only.
+    `stateful_logits` concerns the first token, and applies to a pushed handoff only.
 
     | rule                 | why it is not split                                                             |
     | -------------------- | ------------------------------------------------------------------------------- |
@@ -58,9 +59,9 @@ def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tupl
 
 
 def continuation_rule(traits: RequestTraits) -> str:
-    """Why an answer that has begun cannot go on elsewhere; "" when it can.
+    """The rule because of which an answer that has begun cannot go on elsewhere; "" when it can.
 
-    Prompt logprobs have been told by then, and an adapter is loaded wherever the session is placed next.
+    Prompt logprobs have been sent by then, and an adapter is loaded wherever the session is placed next.
     """
     rules = ((traits.stateful_logits, "stateful_logits"), (traits.has_embeds_or_multimodal, "embeds_or_multimodal"))
     return next((name for applies, name in rules if applies), "")

@@ -1,1 +1,1 @@
-"""How long things take, and how much they come to. Pure."""
+"""How long steps and answers are predicted to be, and what is cached where. Pure."""

@@ -1,14 +1,14 @@
 """How long an answer will be, by quantile, from what is known when its request arrives.
 
-Answers are counted in cells: of one conversation, of a client, of a prompt's size, of everybody. A request is judged by
-the most particular of its cells that has seen enough; before any has, an answer is as long as it may be. A cell is a
-histogram over lengths that grow by 6%, in which old answers fade, so that its memory does not grow.
+Answers are counted in cells: of one conversation, of a client, of a prompt size, of all requests. A request is
+predicted by the most specific of its cells that has seen enough answers. Before any has, the prediction is the
+request's limit. A cell is a histogram over lengths that grow by 6%. Old answers fade in it, so its memory does not
+grow.
 
-What the histogram says at a level is not trusted: the level moves until the share of answers below it is what it should
-be (adaptive conformal inference, Gibbs and Candes 2021). The mean is not corrected so: answers end long after they were
-predicted, and a correction by those that ended swings (tried on real traces: it tripled the error of sums).
-An answer cut off by its limit counts as one of the longer ones, in proportion (redistribution to the right, Efron
-1967).
+The histogram's own quantile is not trusted. Its level moves until the share of answers below it is right (adaptive
+conformal inference, Gibbs and Candes 2021). The mean is not corrected in this way: answers end long after their
+prediction, so the correction oscillates (on real traces it tripled the error of sums). An answer that its limit cut off
+counts as one of the longer answers, in proportion (redistribution to the right, Efron 1967).
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from numpy.typing import NDArray
 from deployments.messages import SessionRequest
 
 GROWTH = 1.06
+"""How many times as long as the bucket before each bucket is."""
+
 LONGEST_TOKENS = 4_000_000
+"""The longest answer that has a bucket of its own."""
+
 BUCKETS = math.ceil(math.log(LONGEST_TOKENS) / math.log(GROWTH)) + 1
 UPPER = GROWTH ** np.arange(BUCKETS)
-"""A bucket's longest length in tokens; the first bucket holds lengths up to 1."""
+"""The longest length of each bucket in tokens; the first bucket holds lengths up to 1."""
 MIDDLE = np.maximum(UPPER / math.sqrt(GROWTH), 1.0)
+"""The length of each bucket's answers in the mean."""
+
 RESCALE_AT = 1e9
+"""The largest weight of an answer; beyond it all weights are scaled down."""
 
 
 class Length(NamedTuple):
@@ -41,7 +48,7 @@ class Length(NamedTuple):
 
 
 class _Cell:
-    """A fading histogram. Instead of fading what is there, each new answer weighs more than the one before it."""
+    """A fading histogram. Old answers are not touched: each new answer weighs more than the one before it."""
 
     def __init__(self, memory: int) -> None:
         self._growth = math.exp(1.0 / memory)
@@ -51,7 +58,7 @@ class _Cell:
 
     @property
     def count(self) -> float:
-        """Answers that still count."""
+        """The number of answers that still count."""
         return self._total / self._weight
 
     def add(self, tokens: int, at_least: bool) -> None:
@@ -76,12 +83,12 @@ class _Cell:
 
 
 class LengthPredictor:
-    """Learns from every answer that ends; one for a cluster. Costs some ten microseconds a call.
+    """Learns from every answer that ends; there is one per cluster. A call costs about ten microseconds.
 
-    `memory`: the answers after which one has faded to a third. `enough`: answers that a cell needs to be asked,
-    fewer than `memory`.
-    `max_cells`: more are not kept (2 KiB each); those unused for longest go. `max_pending`: as many predictions are
-    remembered until their answers end.
+    `memory`: after this many answers, an answer has faded to a third. `enough`: the answers that a cell needs to be
+    asked, fewer than `memory`. `max_cells`: the most cells, of 2 KiB each; the one unused for longest is dropped first.
+    `max_pending`: the most predictions that are remembered until their answers end. `window`: the newest answers that
+    the calibration is about.
     """
 
     def __init__(
@@ -100,7 +107,10 @@ class LengthPredictor:
         self._judge = _Judge(window)
 
     def predict(self, request: SessionRequest) -> Length:
-        """The length of the answer, never above `max_tokens`. It is remembered, to be judged by `observe`."""
+        """The predicted length, never above `max_tokens`.
+
+        It is remembered, and `observe` compares it with the answer.
+        """
         length = self._predict(request)
         self._pending[request.session_id] = length
         self._pending.move_to_end(request.session_id)
@@ -120,9 +130,9 @@ class LengthPredictor:
         return Length(limit, limit, float(limit))
 
     def observe(self, request: SessionRequest, output_tokens: int, finished_by_limit: bool = False) -> None:
-        """An answer ended. Do not report those that the client or a failure cut short: they say too little.
+        """An answer ended. Do not report answers that the client or a failure cut short: they say too little.
 
-        `finished_by_limit`: it would have been longer. Lengths below 1 are ignored.
+        `finished_by_limit`: without its limit it would have been longer. Lengths below 1 are ignored.
         """
         predicted = self._pending.pop(request.session_id, None)
         if output_tokens < 1:
@@ -142,7 +152,7 @@ class LengthPredictor:
         return cell
 
     def calibration(self) -> dict[str, float | None]:
-        """How good the newest predictions were; None before there are enough to say.
+        """How good the newest predictions were. A value is None while too few answers were judged.
 
         `coverage_p50`, `coverage_p90`: the share of answers no longer than predicted. `sum_error_256`: the mean, over
         spans of 256 answers, of the error of their summed means relative to their real sum. `count`: answers judged.
@@ -154,7 +164,7 @@ class LengthPredictor:
 
 
 class _Judge:
-    """Compares predictions with answers, and moves the levels of the next."""
+    """Compares predictions with answers, and moves the levels of the next predictions."""
 
     SPAN = 256
     LEVEL_STEP = 0.005
@@ -169,7 +179,7 @@ class _Judge:
         covered = tokens <= predicted.p50, tokens <= predicted.p90
         self._judged.append((*covered, predicted.mean, tokens))
         self._count += 1
-        # A prediction at the limit covers whatever its level is, so it says nothing about the level.
+        # A prediction at the limit covers every answer, so it says nothing about the level.
         p50 = self._moved(0, 0.5, covered[0]) if predicted.p50 < limit else self.levels[0]
         p90 = self._moved(1, 0.9, covered[1]) if predicted.p90 < limit else self.levels[1]
         self.levels = p50, p90
@@ -196,7 +206,7 @@ def _bucket(tokens: int) -> int:
 
 
 def _keys(request: SessionRequest) -> list[Hashable]:
-    """The cells of a request, the most particular first; the last is everybody's."""
+    """The cells of a request, the most specific first; the last is the cell of all requests."""
     prompt, limit = request.prompt_tokens.bit_length(), request.max_tokens.bit_length()
     kind = request.chat, limit
     keys: list[Hashable] = [("affinity", request.affinity)] if request.affinity else []

@@ -1,7 +1,7 @@
-"""Which replicas are about to cache which blocks, because a prompt was placed on them that has those blocks. Pure.
+"""Which replicas are about to cache which blocks, because a prompt with those blocks was placed on them. Pure.
 
-Made for a thousand prompts a second: what is expected of a prompt is one small mapping that its blocks share, so that
-entering a prompt costs about as much as one block would.
+It is made for a thousand prompts a second. The blocks of a prompt share one small mapping of what is expected, so
+entering a prompt costs about as much as entering one block.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 _Replicas = dict[int, float]
-"""Replica -> until when; shared by blocks of which the same is expected."""
+"""Replica -> until when it is expected; shared by blocks with the same expectation."""
 
 
 class ExpectedBlocks:
-    """Replicas are small numbers. An expectation is over after `for_s` seconds, or when the replica says what it has.
+    """Replicas are small numbers. An expectation ends after `for_s` seconds, or when the replica reports the block.
 
-    `max_blocks`: where prompts of more blocks are expected, the oldest are forgotten.
+    `max_blocks`: the most blocks of all expected prompts; beyond it the oldest prompts are forgotten.
     """
 
     def __init__(self, for_s: float, max_blocks: int) -> None:
@@ -27,15 +27,15 @@ class ExpectedBlocks:
         self._concerned: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        """Expectations, of one block by one replica."""
+        """The number of expectations, each of one block by one replica."""
         return sum(map(len, self._of.values()))
 
     def of(self, block: int) -> Mapping[int, float] | None:
-        """The replicas that a block is expected on. Equal blocks of a prompt mostly give the same object."""
+        """The replicas that a block is expected on. The blocks of a prompt mostly give the same object."""
         return self._of.get(block)
 
     def concerns(self, replica: int) -> bool:
-        """Whether anything of a replica is remembered: until then, its number must not be another's."""
+        """Whether anything of a replica is remembered. Its number must not be given to another while this is so."""
         return replica in self._concerned
 
     def add(self, replicas: Iterable[int], blocks: Sequence[int], now_s: float) -> None:
@@ -57,7 +57,7 @@ class ExpectedBlocks:
             self._forget_first(self._prompts[0][0])
 
     def told(self, replica: int, blocks: Iterable[int]) -> None:
-        """The replica has said whether it has these blocks."""
+        """The replica has reported whether it has these blocks."""
         old: _Replicas | None = None
         for block in blocks if self._of else ():
             expected = self._of.get(block)
@@ -71,7 +71,7 @@ class ExpectedBlocks:
                 del self._of[block]
 
     def expire(self, now_s: float) -> None:
-        """Forget what is over."""
+        """Forget the expectations that have ended."""
         while self._prompts and self._prompts[0][0] <= now_s:
             self._forget_first(now_s)
 

@@ -1,14 +1,15 @@
-"""Which replicas cache which blocks: chained block hash -> replicas, from what the replicas tell.
+"""Which replicas cache which blocks: chained block hash -> replicas, from the replicas' reports. Pure.
 
-Made for millions of blocks over thousands of replicas in one Python process:
+It is made for millions of blocks over thousands of replicas in one Python process:
 
-- A replica is a small number, its slot. A block held by one replica maps to that number, which all its blocks share;
-  one held by several to their sorted numbers, packed two bytes each. About 100 bytes a block, 150 with several holders.
+- A replica is a small number, its slot. A block that one replica holds maps to that number, one object for all its
+  blocks. A block that several hold maps to their sorted numbers, packed in two bytes each. A block takes about 100
+  bytes, or 150 with several holders.
 - The blocks are spread over many small tables, so that no growth, eviction or cleaning takes long.
-- A replica that is lost, or that tells the whole anew, gives its slot up at once: a slot that is given up is no hit.
-  Its entries are cleaned away some tables at a time, at each sweep and loss; then the slot is used again.
-- Where the memory ends, a table forgets the block that was stored, or was part of a placed prompt, the longest ago.
-- What placed prompts are about to bring is kept apart, by prompt: `expected_blocks`.
+- A replica that is lost, or that reports its whole cache anew, gives up its slot at once, and the slot is no hit any
+  more. Its entries are cleaned away a few tables at a time, at each sweep and loss; then the slot is used again.
+- A full table forgets the block that was stored, or was part of a placed prompt, the longest time ago.
+- Blocks that placed prompts are about to bring are kept apart, by prompt: `expected_blocks`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,27 @@ from deployments.messages import CacheChange
 from deployments.policy.prediction.expected_blocks import ExpectedBlocks
 
 _MAX_TABLES = 1024
+"""The most tables."""
+
 _MIN_TABLE_BLOCKS = 1024
+"""The least blocks of a table, where there is more than one."""
+
 _TABLES_A_SWEEP = 2
+"""The tables that one sweep cleans."""
+
 _MAX_SLOTS = 1 << 16
+"""The most slots: a packed slot has two bytes."""
+
 _EXPECTED_SHARE = 4
-"""At most one in so many of `max_blocks` may be expected."""
+"""At most `max_blocks` divided by this may be expected."""
 
 _Holders = int | bytes
 
 
 class PrefixIndex:
-    """A hint: what it says may be out of date, and the engine's own answer is the truth.
+    """The index is a hint: it may be out of date, and the engine's own answer is the truth.
 
-    `max_blocks`: blocks that it remembers at most. `expectation_s`: so long an expected block counts as cached.
+    `max_blocks`: the most blocks that it remembers. `expectation_s`: how long an expected block counts as cached.
     """
 
     def __init__(self, max_blocks: int = 4_000_000, expectation_s: float = 10.0) -> None:
@@ -55,23 +64,23 @@ class PrefixIndex:
         self._next_table = 0
 
     def __len__(self) -> int:
-        """Blocks that at least one replica caches; those of lost ones count until cleaned away."""
+        """The blocks that at least one replica caches. Those of lost replicas count until they are cleaned away."""
         return sum(map(len, self._tables))
 
     @property
     def expected(self) -> int:
-        """Expectations, of a block by a replica, that are neither confirmed nor over."""
+        """The number of expectations, each of a block by a replica, that are neither confirmed nor over."""
         return len(self._expected)
 
     def knows(self, replica_id: str) -> bool:
-        """Whether it has followed every change of that replica since a whole one."""
+        """Whether it has every change of that replica since a whole one."""
         return replica_id in self._sequences
 
     def apply(self, replica_id: str, change: CacheChange, now_s: float) -> bool:
-        """Enter what a replica gained and lost. False: a change is missing, and nothing is entered until a whole one.
+        """Enter a change of a replica. False: a change is missing, and nothing is entered before the next whole one.
 
-        A change that was entered before is ignored. A whole one voids what was known of the replica, expectations
-        included.
+        A change that was entered before is ignored. A whole change replaces all that was known of the replica, also
+        what was expected of it.
         """
         self._expected.expire(now_s)
         if change.whole:
@@ -94,25 +103,27 @@ class PrefixIndex:
         return True
 
     def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float, known: int = 0) -> None:
-        """These replicas are about to cache these blocks, leading ones first. Forgotten unless they soon say so.
+        """These replicas are about to cache these blocks, in the order of the prompt. It ends unless they confirm it.
 
-        `known`: so many leading ones all of them were found to have; of a system prompt a thousand replicas may.
+        `known`: the number of leading blocks that all of them have already. Of a system prompt, a thousand replicas
+        may.
         """
         self._expected.expire(now_s)
         self._expected.add([self._slot(replica_id) for replica_id in replica_ids], hashes[known:], now_s)
         tables, mask = self._tables, self._mask
         cached = list(takewhile(lambda block: block in tables[block & mask], hashes))
-        for block in reversed(cached):  # now they are the youngest; the last of a prompt are to be forgotten first
+        for block in reversed(cached):  # now they are the newest; the end of a prompt is forgotten first
             table = tables[block & mask]
             table[block] = table.pop(block)
 
     def forget(self, replica_id: str) -> None:
-        """A replica is lost, and its cache with it. Unknown ones are ignored."""
+        """A replica is lost, and its cache with it. Unknown replicas are ignored."""
         self._sequences.pop(replica_id, None)
         self._give_up(replica_id)
 
     def hits(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Leading blocks of a prompt that each replica caches, for those that cache at least the first."""
+        """The number of leading blocks of a prompt that each replica caches, for those that cache at least the
+        first."""
         found: dict[str, int] = {}
         tables, mask, names, expected_on = self._tables, self._mask, self._names, self._expected.of
         holding: set[int] = set()
@@ -120,7 +131,7 @@ class PrefixIndex:
         depth = 0
         for block in hashes:
             now = tables[block & mask].get(block), expected_on(block)
-            if now != before or not depth:  # along a prompt they are mostly the same
+            if now != before or not depth:  # along a prompt these are mostly equal
                 holders, expected = now
                 slots = set(_unpack(holders) if holders is not None else ())
                 slots.update(expected or ())
@@ -137,7 +148,7 @@ class PrefixIndex:
         return found
 
     def sweep(self, now_s: float) -> None:
-        """Drop expectations that nobody confirmed, and clean up after lost replicas; a bounded piece at a time."""
+        """Drop expectations that were not confirmed, and clean up after lost replicas, a bounded part at a time."""
         self._expected.expire(now_s)
         self._clean(_TABLES_A_SWEEP)
 
@@ -163,7 +174,7 @@ class PrefixIndex:
             self._clean(1)
 
     def _clean(self, tables: int) -> None:
-        """Remove slots that were given up from the next tables; one that is removed from all is free."""
+        """Remove the slots that were given up from the next tables. A slot removed from all tables is free."""
         for _ in range(tables if self._given_up else 0):
             if self._next_table == 0:
                 self._cleaning = set(self._given_up)

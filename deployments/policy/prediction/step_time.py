@@ -13,16 +13,17 @@ from deployments.messages import StepSample
 from deployments.step_cost import Coefficients
 
 LONGEST_STEP_S = 600.0
+"""The longest step that is learned from; a longer one was no work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """What hardware can do, and what a model asks of it, for one engine.
 
-    `flops_per_s`, `bytes_per_s`: as achieved, not as advertised. `overhead_s`: of a step, whatever is in it.
-    `weight_bytes`: read once a step. `flops_per_token`: of the layers, for one token. `attention_flops_per_token_pair`:
-    for one token's attention to one other. `kv_bytes_per_token`: of its keys and values. `head_flops`: of the logits,
-    which only tokens that are sampled from need.
+    `flops_per_s`, `bytes_per_s`: as achieved, not as advertised. `overhead_s`: of every step. `weight_bytes`: read once
+    per step. `flops_per_token`: of all layers, for one token. `attention_flops_per_token_pair`: for the attention of
+    one token to one other. `kv_bytes_per_token`: keys and values of one token. `head_flops`: of the logits, which are
+    computed only where a token is sampled.
     """
 
     flops_per_s: float
@@ -35,9 +36,9 @@ class Roofline:
     head_flops: float = 0.0
 
     def coefficients(self) -> Coefficients:
-        """The sum of computing and reading. A real step overlaps the two, so this is at most twice too much.
+        """The time of computing plus the time of reading. A real step overlaps them, so this is at most twice too much.
 
-        It is near the truth where one of the two rules: long prefills compute, decoding reads.
+        It is close where one of the two dominates: computing in long prefills, reading in decode.
         """
         return Coefficients(
             base_s=self.overhead_s + self.weight_bytes / self.bytes_per_s,
@@ -50,7 +51,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator or CPU core. `*_efficiency`: the share of its peak that inference gets."""
+    """One accelerator or CPU core. `*_efficiency`: the share of its peak that inference reaches."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -64,26 +65,26 @@ DEVICES = {
     "h100": Device(989e12, 3.35e12, 0.5, 0.7, 0.003),
     "cpu": Device(96e9, 20e9, 0.5, 0.7, 0.004),
 }
-"""Peaks by device, to begin with; what is learned takes their place.
+"""Peaks by device. They are the start; what is learned replaces them.
 
 H100 SXM, H200: dense bfloat16 and memory bandwidth by NVIDIA's data sheets of the two. Half of the compute: between
 the 38-43% that Llama 3 was trained with on H100s (arXiv 2407.21783, table 4) and the 76% of PaLM's prefill on TPUs
 (Pope et al., arXiv 2211.05102). 70% of the bandwidth and 3 ms a step for scheduling and launches are assumptions.
 
 `cpu`: one core, float32: two 8-wide multiply-adds a cycle at 3 GHz. Efficiency and bandwidth are set to what the 135M
-model (SmolLM2, float32) did on a core of an AMD EPYC that was not quiet: 135 to 220 prompt tokens a second, decode
-steps of 20 to 60 ms. On a quiet one it prefills several times as fast, which the model learns.
+model (SmolLM2, float32) reached on a busy core of an AMD EPYC: 135 to 220 prompt tokens a second, decode steps of 20 to
+60 ms. On a quiet core it prefills several times as fast, which the step model learns.
 """
 
 UNKNOWN_DEVICE = Device(65e12, 320e9, 0.3, 0.5, 0.005)
-"""For an accelerator that is not in the table: NVIDIA's T4 by its data sheet, the slowest one still common."""
+"""For an accelerator that is not in the table: NVIDIA's T4 by its data sheet, the slowest that is still common."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Hugging Face config's numbers, of a model with gated feed-forward layers that are all dense.
+    """The numbers of a Hugging Face config, for a model with dense, gated feed-forward layers.
 
-    `kv_bytes_per_value`: a quantised model's KV cache is usually not quantised.
+    `kv_bytes_per_value`: apart from the weights, because the KV cache of a quantised model is usually not quantised.
     """
 
     layers: int
@@ -98,12 +99,12 @@ class ModelShape:
 
 
 def device_named(name: str) -> Device:
-    """The device of the table whose name is part of `name` ("NVIDIA H100 80GB HBM3"), or else a slow one."""
+    """The device of the table whose name is part of `name` ("NVIDIA H100 80GB HBM3"), else `UNKNOWN_DEVICE`."""
     return next((device for known, device in DEVICES.items() if known in name.lower()), UNKNOWN_DEVICE)
 
 
 def roofline(shape: ModelShape, device_name: str, workers: int = 1) -> Roofline:
-    """A model on `workers` devices of a kind (tensor parallel; CPU cores), which divide the work evenly."""
+    """A model on `workers` equal devices (tensor parallel, or CPU cores), which divide the work evenly."""
     device = device_named(device_name)
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     layer_weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
@@ -121,26 +122,27 @@ def roofline(shape: ModelShape, device_name: str, workers: int = 1) -> Roofline:
 
 
 FLOORS = np.array((1e-5, 1e-8, 1e-13, 1e-7, 1e-11))
-"""Seconds: so small that a prior of zero may be no more than this, and yet be multiplied."""
+"""Seconds. A prior of zero is replaced by this, because a factor on zero could not learn anything."""
 
 
 class StepModel:
-    """Learns the coefficients of a pool from its steps. Recursive least squares, made safe in five ways.
+    """Learns the coefficients of a pool from its steps: recursive least squares, made safe in five ways.
 
-    What is learned are factors on the prior, from relative errors, so that short steps count as much as long ones.
+    It learns factors on the prior, from relative errors, so that short steps count as much as long ones.
 
     - A step whose error is far beyond the usual one (the median of the last 128) counts for less, by Huber's weight.
-    - Certainty has an upper bound, which is forgetting: after `memory` steps the older ones hardly count.
-    - It has a lower bound, the prior's own: steps that are all alike say nothing new of the directions they do not
-      span, and those neither drift nor blow up.
-    - No factor is negative, and while there are few steps none is far from 1: it is the best fit within these bounds.
-    - When most of the last steps err the same way, the machine has changed: what was learned is scaled by how much,
-      and no more certain than the prior was.
+    - Certainty has an upper bound, so that it forgets: after `memory` steps the older ones hardly count.
+    - Certainty has a lower bound, that of the prior: equal steps say nothing about the directions that they do not
+    span,
+      and the factors in those directions neither drift nor grow without bound.
+    - No factor is negative, and while there are few steps, none is far from 1: it is the best fit within these bounds.
+    - When most of the last steps err in the same direction, the machine has changed: the factors are scaled by that
+      error, and are then only as certain as the prior was.
 
-    Steps are taken in by the batch, so that one costs some ten microseconds on average.
+    Steps are learned in batches, so one step costs about ten microseconds on average.
     """
 
-    PRIOR_INFORMATION = 0.01  # of a factor, by the noise's: it may be 100% off, and alike steps vary by 10%
+    PRIOR_INFORMATION = 0.01  # of a factor: it may be 100% off, while equal steps vary by 10%
     USUAL_ERROR = 0.3  # before there is a median
     HUBER = 1.5
     CHANGED_AT = 0.25
@@ -160,16 +162,16 @@ class StepModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """The best guess now; the prior while nothing was seen."""
+        """The best estimate now; the prior while no step was seen."""
         return self._coefficients
 
     @property
     def count(self) -> int:
-        """Steps learned from."""
+        """The number of steps learned from."""
         return self._count
 
     def observe(self, sample: StepSample) -> None:
-        """Learn from one step. One of no time or an absurd one, or with nothing in it, is ignored.
+        """Learn from one step. A step without a sound time, or with nothing in it, is ignored.
 
         Early steps count at once, later ones with the next full batch.
         """
@@ -182,7 +184,7 @@ class StepModel:
             self._learn(rows[:, 0], rows[:, 1:] * self._scale)
 
     def _learn(self, seconds: NDArray[np.float64], parts: NDArray[np.float64]) -> None:
-        """One update: what steps took, and `[steps, 5]` what of it the prior would give to each term, in seconds."""
+        """One update. `parts`: `[steps, 5]`, the seconds that the prior gives to each term of each step."""
         expected = self._expected(parts)
         if self._notice_change(seconds / expected - 1.0):
             expected = self._expected(parts)
@@ -202,21 +204,21 @@ class StepModel:
         self._coefficients = Coefficients(*(self._factors * self._scale).tolist())
 
     def _expected(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds by what is known, never nothing: errors are divided by it."""
+        """The expected seconds of each step; never 0, because errors are divided by them."""
         return np.asarray(np.maximum(parts @ self._factors, 0.01 * (parts @ self._start) + 1e-9))
 
     def _faded(self, steps: int) -> NDArray[np.float64]:
-        """Older steps count for less, but no direction becomes less certain than it was at first."""
+        """The information, in which older steps count for less, but no direction becomes less certain than at first."""
         information = self._information * math.exp(-steps / self._memory)
         excess = np.sqrt(np.maximum(1.0, np.linalg.inv(information).diagonal() * self._least_information()))
         return np.asarray(information * np.outer(excess, excess))
 
     def _least_information(self) -> NDArray[np.float64]:
-        """Each factor may always be as far off as itself."""
+        """The least information: each factor may always be off by its own size."""
         return np.asarray(self.PRIOR_INFORMATION / np.maximum(self._factors, 0.05) ** 2)
 
     def _notice_change(self, errors: NDArray[np.float64]) -> bool:
-        """Whether the machine is another than it was. Then all its parts are first taken to be as much slower."""
+        """Whether the machine has changed. All factors are then first scaled by the same amount."""
         self._errors.extend(errors.tolist())
         error = _median(list(self._errors))
         if len(self._errors) < self.RECENT // 4 or abs(error) < self.CHANGED_AT:
@@ -227,7 +229,7 @@ class StepModel:
         return True
 
     def _usual_error(self) -> float:
-        """A robust standard deviation of the relative errors; a guess while there are few."""
+        """A robust standard deviation of the relative errors; a constant while there are few."""
         if len(self._errors) < 8:
             return self.USUAL_ERROR
         return max(1.4826 * _median([abs(error) for error in self._errors]), 0.02)
@@ -236,7 +238,10 @@ class StepModel:
 def _best_within(
     matrix: NDArray[np.float64], vector: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Solve a least-squares fit's normal equations within bounds: whatever is furthest outside is held at its bound."""
+    """Solve the normal equations of a least-squares fit within bounds:
+
+    the factor furthest outside is set to its bound.
+    """
     solution = np.linalg.solve(matrix, vector)
     free = np.ones(len(vector), dtype=bool)
     for _ in range(len(vector)):
@@ -258,5 +263,5 @@ def _median(values: list[float]) -> float:
 
 def _is_sound(sample: StepSample) -> bool:
     counts = sample.prefill_tokens, sample.prefill_context, sample.decode_sequences, sample.decode_context
-    is_timed = 0.0 < sample.seconds <= LONGEST_STEP_S  # false for a NaN too
+    is_timed = 0.0 < sample.seconds <= LONGEST_STEP_S  # also false for NaN
     return is_timed and min(counts) >= 0 and (sample.prefill_tokens > 0 or sample.decode_sequences > 0)

@@ -50,8 +50,8 @@ def snapshot(
     )
 
 
-def room(blocks: int = 100, promisable: int = 200, seats: int = 8, replica_id: str = "d1") -> Room:
-    return Room(info(replica_id), blocks, promisable, seats)
+def room(blocks: int = 100, reservable: int = 200, seats: int = 8, replica_id: str = "d1") -> Room:
+    return Room(info(replica_id), blocks, reservable, seats)
 
 
 def chosen(snapshot: ReplicaSnapshot, *rooms: Room, steps: float = STEPS) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def test_nobody_goes_where_there_is_no_room_for_long_enough() -> None:
     assert chosen(full) == ()
     assert chosen(full, room(blocks=needed)) == ("s0",)
     assert chosen(full, room(blocks=needed - 1)) == ()
-    assert chosen(full, room(promisable=59)) == (), "not even by the ledger"
+    assert chosen(full, room(reservable=59)) == (), "not even by the ledger"
     assert chosen(full, room(seats=0)) == ()
     assert choose_moves(full, [room()], STEPS, lambda session, info: False) == {}
 
@@ -142,9 +142,9 @@ def test_what_goes_fits_where_it_goes_and_no_more_goes_than_needed(
 ) -> None:
     sessions = tuple((held, -(-held // BLOCK) + more) for held, more in told)
     full = snapshot(*sessions, used=100 - free)
-    there = [room(blocks, promisable=80, seats=2, replica_id=f"d{n}") for n, blocks in enumerate(rooms)]
+    there = [room(blocks, reservable=80, seats=2, replica_id=f"d{n}") for n, blocks in enumerate(rooms)]
     gone = chosen(full, *there, steps=float(steps))
-    assert all(min(each.blocks, each.promisable, each.seats) >= 0 for each in there)
+    assert all(min(each.blocks, each.reservable, each.seats) >= 0 for each in there)
     assert len(set(gone)) == len(gone) <= 2 * len(rooms)
     staying = [each for each in running(full) if each.session_id not in gone[:-1]]
     freed = sum(-(-each.held_tokens // BLOCK) for each in running(full) if each.session_id in gone[:-1])

@@ -24,7 +24,7 @@ SETTLE_S = 5.0
 ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/bench/test_transfer.py")
 
 
-class Lines(LoadScopeScheduling):  # type: ignore[misc]
+class Lines(LoadScopeScheduling):
     """The two lines that `make test` runs side by side: engines, one group of them at a time, and what has none."""
 
     def _split_scope(self, nodeid: str) -> str:

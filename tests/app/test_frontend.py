@@ -152,7 +152,8 @@ class Server:
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.gateway, raise_app_exceptions=False), base_url="http://baton"
         )
-        self.openai = openai.AsyncOpenAI(http_client=self.http, base_url="http://baton/v1", api_key="-", max_retries=0)
+        http: Any = self.http  # openai names its own fork of httpx, and takes the original
+        self.openai = openai.AsyncOpenAI(http_client=http, base_url="http://baton/v1", api_key="-", max_retries=0)
 
     async def text(self, **kwargs: Any) -> Any:
         return await self.openai.completions.create(model=MODEL, **{"prompt": "Hello", **kwargs})
@@ -181,6 +182,7 @@ async def running(model_path: Path) -> AsyncIterator[Server]:
     yield server
     await server.http.aclose()
     llm.shutdown()
+    assert llm.output_handler is not None
     await asyncio.wait([llm.output_handler], timeout=60)
     assert llm.output_handler.done()
 

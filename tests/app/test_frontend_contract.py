@@ -60,7 +60,7 @@ def test_cluster_llm_sets_what_async_llm_sets() -> None:
 
 
 def test_what_the_frontend_asks_of_a_core() -> None:
-    methods = (AsyncLLM.add_request, AsyncLLM._add_request, AsyncLLM.generate, AsyncLLM.abort)
+    methods: tuple[Any, ...] = (AsyncLLM.add_request, AsyncLLM._add_request, AsyncLLM.generate, AsyncLLM.abort)
     methods += (AsyncLLM._run_output_handler, AsyncLLM.get_supported_tasks, AsyncLLM.shutdown)
     used = set().union(*(_used(method, "engine_core") for method in methods), _used_by_errored())
     assert used == {

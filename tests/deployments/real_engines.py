@@ -29,7 +29,7 @@ class RealEngines(InProcess):
     async def used(self) -> list[int]:
         """Blocks in use on prefill and decode, as the engines say. Idle ones say nothing: short requests make them."""
         await asyncio.gather(self.answer([1, 2, 3], max_tokens=1), self.alone([1, 2, 3], max_tokens=2))
-        return [self.replicas[replica_id]._load.used_blocks for replica_id in (PREFILL, SMALL)]
+        return [self.replicas[replica_id]._readings.load.used_blocks for replica_id in (PREFILL, SMALL)]
 
     async def all_is_free(self) -> None:
         async def look() -> bool:

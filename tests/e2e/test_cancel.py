@@ -59,7 +59,7 @@ async def freed(cluster: Cluster) -> float:
 async def open_handoffs(cluster: Cluster) -> float:
     status = await asyncio.to_thread(cluster.settled)
     counters = [replica["counters"] for replica in status["replicas"].values()]
-    return sum(c["open_receiving"] + c["open_writing"] for c in counters)
+    return float(sum(c["open_receiving"] + c["open_writing"] for c in counters))
 
 
 async def test_while_prefill_computes(baton: Cluster) -> None:

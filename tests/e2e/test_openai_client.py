@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
@@ -19,7 +20,7 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
-PARIS = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+PARIS: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ async def test_n_stop_and_batch(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_json_schema_is_obeyed(client: openai.AsyncOpenAI) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     raw = await client.chat.completions.with_raw_response.create(
         model=MODEL, messages=PARIS, max_tokens=40, temperature=0, response_format=schema
     )
@@ -91,7 +92,7 @@ async def test_a_json_schema_is_obeyed(client: openai.AsyncOpenAI) -> None:
 
 async def test_a_named_tool_is_called(client: openai.AsyncOpenAI) -> None:
     function = {"name": "weather", "description": "Weather", "parameters": CITY, "strict": True}
-    tool = {"type": "function", "function": function}
+    tool: Any = {"type": "function", "function": function}
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "What is the weather in Paris?"}],
@@ -102,6 +103,7 @@ async def test_a_named_tool_is_called(client: openai.AsyncOpenAI) -> None:
     )
     calls = answer.choices[0].message.tool_calls
     assert calls
+    assert calls[0].type == "function"
     assert calls[0].function.name == "weather"
     assert "city" in json.loads(calls[0].function.arguments)
 

@@ -107,7 +107,11 @@ class Side:
     def collect(self) -> Results:
         """All results so far; an id reported twice is an error."""
         new = self.channel.take_results()
-        for mine, more in ((self.results.received, new.received), (self.results.broken, new.broken)):
+        both: tuple[tuple[Any, Any], ...] = (
+            (self.results.received, new.received),
+            (self.results.broken, new.broken),
+        )
+        for mine, more in both:
             assert not mine.keys() & more.keys()
             mine.update(more)
         assert not self.results.released & new.released

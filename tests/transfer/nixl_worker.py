@@ -36,7 +36,8 @@ class Worker:
         base, region = int(self.memory.ctypes.data), BLOCKS * BLOCK_BYTES
         bases = tuple(base + index * region for index in range(LAYERS * REGIONS))
         layout = KVLayout(LAYERS, REGIONS, BLOCKS, BLOCK_SIZE, BLOCK_BYTES, bases, facts={"model": "m"})
-        self.channel = Channel(NixlPlane(name), layout, Seal("secret"), "127.0.0.1", timeout_s)
+        self.plane: Any = NixlPlane(name)
+        self.channel = Channel(self.plane, layout, Seal("secret"), "127.0.0.1", timeout_s)
 
     def fill(self, blocks: list[int], seed: int) -> None:
         shape = (LAYERS, REGIONS, len(blocks), BLOCK_BYTES)
@@ -56,7 +57,7 @@ class Worker:
 
     def fail_writes(self, share: float, seed: int) -> None:
         """From now on this share of all writes cannot be posted."""
-        plane, generator = self.channel._plane, random.Random(seed)
+        plane, generator = self.plane, random.Random(seed)
         write = plane.write
 
         def sometimes(*arguments: Any) -> Any:
@@ -64,7 +65,7 @@ class Worker:
                 raise PlaneError("the test lets this write fail")
             return write(*arguments)
 
-        plane.write = sometimes  # type: ignore[method-assign]
+        plane.write = sometimes
 
     def preempt(self, session: str) -> bool:
         return self.channel.wait_quiet([(session, 1)], 30)
@@ -81,7 +82,7 @@ class Worker:
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "threads": threading.active_count(),
             "agents": len(self.channel._prefill.peers.agents),
-            "prepared": len(self.channel._plane._remote),
+            "prepared": len(self.plane._remote),
             "connections": len(self.channel._endpoint.peers),
         }
 

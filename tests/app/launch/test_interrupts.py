@@ -38,7 +38,7 @@ def test_the_second_interrupt_warns_and_the_third_kills_without_a_traceback() ->
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stderr is not None
-        seen = []
+        seen: list[str] = []
         for awaited in ("running", "stopping", "ending; once more to kill", "killed"):
             while awaited != (line := launcher.stdout.readline().strip()):
                 assert line or launcher.poll() is None, seen

@@ -164,7 +164,8 @@ def test_the_serve_client_reports_refusals_and_silence() -> None:
 
 
 def test_an_application_is_taken_away_before_serve_is_shut_down() -> None:
-    looks = iter([{"baton": {}}, {"baton": {}}, {}])
+    applications: list[dict[str, Any]] = [{"baton": {}}, {"baton": {}}, {}]
+    looks = iter(applications)
     asked: list[tuple[str, bytes]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -326,7 +327,7 @@ def test_a_ray_that_ends_while_it_starts_is_started_again(
     deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch, "_RUN_DIR", tmp_path)
-    kind = type("Ray", (StartedRay,), {"deaths": deaths, "logs": []})
+    kind: type[StartedRay] = type("Ray", (StartedRay,), {"deaths": deaths, "logs": []})
     monkeypatch.setattr(launch, "LocalRay", kind)
     monkeypatch.setattr(ServeApi, "answers", lambda api: True)
     monkeypatch.setattr(ServeApi, "serves", lambda api: len(kind.logs) > deaths)

@@ -10,7 +10,7 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -658,7 +658,7 @@ async def test_a_retry_budget_that_never_comes_ends_the_session(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = await launch(config(), timings=Timings(budget_wait_s=0.05))
-    original = cluster.manager.open
+    original: Callable[[SessionRequest], Awaitable[Admit | Reject]] = cluster.manager.open
 
     async def without_budget(request: SessionRequest) -> Admit | Reject:
         if request.attempt > 1:
@@ -797,7 +797,7 @@ async def test_one_role_after_the_other_dies(launch: Launch) -> None:
     async def served(mode: Mode) -> bool:
         answer = await cluster.answer(asked, max_tokens=6)
         assert answer.reason is ERROR or answer.tokens == expected
-        return answer.context.modes == {mode}
+        return bool(answer.context.modes == {mode})
 
     await cluster.kill(PREFILL)
     await until(lambda: served(Mode.DECODE_LOCAL))

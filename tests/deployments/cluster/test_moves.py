@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ async def test_a_session_is_moved_to_and_fro(cluster: InProcess) -> None:
         await answer.has(len(answer.tokens) + 8)
         cluster.replicas[owner].move_out()
         owner = other(owner)
-        await until(lambda owner=owner: moved_to(cluster, answer, owner))
+        await until(partial(moved_to, cluster, answer, owner))
         assert (await cluster.placed(answer))["epoch"] == 2 + move
     await answer.over()
     assert answer.tokens == await cluster.local(asked, max_tokens=LONG)

@@ -88,6 +88,7 @@ def test_shared_memory_of_a_started_engine_has_no_name_and_goes_on() -> None:
         assert shared_memory_of([child.pid]) == set()
         assert not (SHARED_MEMORY / name).exists()
         assert shared_memory_of([os.getpid()]) == {SHARED_MEMORY / ours.name}, "that of this process is not an engine's"
+        assert other_end.buf is not None
         other_end.buf[:4] = b"told"
         assert child.communicate()[0].strip() == "b'told'"
         other_end.close()

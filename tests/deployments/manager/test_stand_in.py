@@ -34,7 +34,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def cluster(no_leaks: None, request: pytest.FixtureRequest) -> AsyncIterator[InProcess]:
     """A cluster whose ingress has a view. A parameter: what its configuration is made with, and its replicas."""
-    options, replica_ids = getattr(request, "param", ({}, tuple(REPLICAS)))
+    parameter: tuple[dict[str, Any], tuple[str, ...]] = getattr(request, "param", ({}, tuple(REPLICAS)))
+    options, replica_ids = dict(parameter[0]), parameter[1]
     ingresses = options.pop("ingresses", 1)
     made = config(**options)
     made = made.model_copy(update={"ingress": made.ingress.model_copy(update={"replicas": ingresses})})

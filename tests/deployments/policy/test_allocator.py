@@ -215,7 +215,7 @@ def test_what_would_miss_its_class_is_refused_at_once_and_costs_nothing() -> Non
     allocator = allocator_of(p0, d0, **objectives())
     for replica in (p0, d0):
         report(allocator, replica, 2, steps=steps(4 * TRUSTED_STEPS))
-    split = {"allowed": (Mode.DISAGGREGATED,)}
+    split: dict[str, Any] = {"allowed": (Mode.DISAGGREGATED,)}
     decisions = [allocator.open(ask(f"a{i}", 1000, **split), 0.0) for i in range(10)]
     admits = [each for each in decisions if isinstance(each, Admit)]
     refused = [each for each in decisions if isinstance(each, Reject)]

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -205,10 +206,14 @@ async def test_it_reports_loading_then_ready(idle: Fixture) -> None:
     assert {snapshot.phase for snapshot in idle.manager.snapshots} == {Phase.LOADING, Phase.READY}
 
 
+def _counts(blocks: int, snapshot: ReplicaSnapshot) -> bool:
+    return snapshot.counters.get("n") == blocks
+
+
 async def test_versions_grow_over_a_restart_too(up: Fixture) -> None:
     for blocks in range(1, 6):
         up.engine.put(counters={"n": blocks})
-        await up.manager.until(lambda snapshot, blocks=blocks: snapshot.counters.get("n") == blocks)
+        await up.manager.until(partial(_counts, blocks))
     versions = [snapshot.version for snapshot in up.manager.snapshots]
     assert all(later > earlier for earlier, later in itertools.pairwise(versions))
     again = Fixture()

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from load_tests.bench import overhead, serving
+from load_tests.harness.machine import Stolen
 from load_tests.harness.peers import doubles
 from load_tests.harness.peers.doubles import Double
 from load_tests.harness.peers.group import PeerError
 from load_tests.harness.peers.peers import Peer
 from load_tests.harness.peers.settings import Settings
+from load_tests.report.serving_rounds import Results
 from load_tests.traffic.client import Answer, Ask
+from load_tests.traffic.workloads import mixed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,9 +100,9 @@ async def test_what_neighbours_disturb_is_tried_again(
         return []
 
     looks = iter([each for share in shares for each in (9.0, share)])  # from before a try, and of it
-    monkeypatch.setattr(serving.Stolen, "share", lambda _: next(looks))
+    monkeypatch.setattr(Stolen, "share", lambda _: next(looks))
     monkeypatch.setattr(serving, "open_loop", answered)
-    results = serving.Results(tmp_path)
+    results = Results(tmp_path)
     options = serving.parse(["--rates=5", "--concurrency=,", "--seconds=4", "--tries=3"])
     peer: Any = SimpleNamespace(name="baton", urls=["http://127.0.0.1:1"], model="m")
     await serving.measure(peer, options, 0, results, 2048)
@@ -110,7 +113,7 @@ async def test_what_neighbours_disturb_is_tried_again(
 
 def test_every_peer_is_asked_the_same_in_a_round() -> None:
     options = serving.parse(["--seed", "4"])
-    first, second = (serving.mixed(options.rates[0], 30.0, options.seed + 1) for _ in range(2))
+    first, second = (mixed(options.rates[0], 30.0, options.seed + 1) for _ in range(2))
     assert first == second
 
 

@@ -106,6 +106,10 @@ def test_a_run_that_was_written_can_be_read_and_drawn(tmp_path: Path) -> None:
 
 
 def test_rounds_give_medians_and_spreads() -> None:
-    rounds = [{"a_s": 3.0, "b_s": None}, {"a_s": 1.0, "b_s": 5.0}, {"a_s": 2.0, "b_s": None}]
+    rounds: list[dict[str, float | None]] = [
+        {"a_s": 3.0, "b_s": None},
+        {"a_s": 1.0, "b_s": 5.0},
+        {"a_s": 2.0, "b_s": None},
+    ]
     found = over_rounds(rounds)
     assert found == {"a_s": 2.0, "b_s": 5.0, "spread": {"a_s": [1.0, 3.0], "b_s": [5.0, 5.0]}, "rounds": 3}

@@ -84,7 +84,7 @@ def test_changes_add_up_to_what_is_cached_and_each_is_told_once() -> None:
     )
 )
 def test_blocks_are_conserved_and_reports_match_the_cache(steps: list[tuple[list[int], int, bool]]) -> None:
-    memory, live, told = BlockMemory(12, BLOCK), [], set()
+    memory, live, told = BlockMemory(12, BLOCK), [], set[int]()
     for index, (hashes, extra, frees) in enumerate(steps):
         chain = tuple(sum(h * 10**i for i, h in enumerate(hashes[:end])) for end in range(1, len(hashes) + 1))
         one = work(str(index), chain, extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_every_request_is_served_or_refused_once_and_all_memory_is_free(
     policy: str, ingresses: int, allocators: int
 ) -> None:
     trace = synthetic.conversations(60.0, 120, seed=2, pause_s=1.0)
-    many = {"ingresses": ingresses, "allocators": allocators, "call_s": 0.002}
+    many: dict[str, Any] = {"ingresses": ingresses, "allocators": allocators, "call_s": 0.002}
     result = simulate(trace, policy=policy, snapshot_delay_s=0.05, **many)
     assert len(result.records) == len(trace.requests)
     assert result.blocks_in_use == 0
@@ -117,7 +118,8 @@ def test_a_call_to_the_manager_delays_the_first_token_by_its_way_there_and_back(
 def test_ingresses_that_share_a_manager_never_overrun_memory_with_old_snapshots() -> None:
     answers = synthetic.Lengths(700, 0.3, most=1000)
     trace = synthetic.poisson(80.0, 60, seed=3, prompts=SHORT, answers=answers)
-    cluster, old = starved(heterogeneous(6), 8192), {"ingresses": 8, "call_s": 0.001, "snapshot_delay_s": 0.1}
+    cluster = starved(heterogeneous(6), 8192)
+    old: dict[str, Any] = {"ingresses": 8, "call_s": 0.001, "snapshot_delay_s": 0.1}
     assert simulate(trace, cluster, admission=False, **old).preemptions == 0
 
 

@@ -17,7 +17,6 @@ async def serving(application: Starlette) -> AsyncIterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="off"))
-        server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as group:
             group.create_task(server.serve(sockets=[listener]))
             try:

@@ -10,15 +10,15 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from configs.schema import BatonConfig
+from configs.schema import BatonConfig, VllmEngineConfig
 from deployments.engine.mock.wire import decode_request
-from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
+from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import StepSample
 from load_tests.harness.engines import solo as solo_module
 from load_tests.harness.engines.pair import Core
@@ -52,6 +52,7 @@ class FormulaEngine:
         cached = [end for end in range(BLOCK, len(prompt), BLOCK) if prompt[:end] in self._cached]
         self._prompts[request.request_id] = prompt
         limit = request.sampling_params.max_tokens
+        assert limit is not None
         self._requests[request.request_id] = [len(prompt), max(cached, default=0), 0, limit]
         self._has_work.set()
 
@@ -93,7 +94,7 @@ class FormulaEngine:
 
 @contextlib.asynccontextmanager
 async def alone(engine: FormulaEngine) -> AsyncIterator[Solo]:
-    core = Core(engine, await engine.start())
+    core = Core(cast(Engine, engine), await engine.start())
     try:
         yield Solo(core, seed=1)
     finally:
@@ -175,7 +176,7 @@ async def test_an_engine_that_does_not_start_leaves_nothing(monkeypatch: pytest.
 
 
 def test_the_smallest_chunk_that_costs_little_throughput() -> None:
-    assert chunk_of(256, [0.5, 1.0]) == Chunk(256, pytest.approx(512 / 1.5), 1.0)
+    assert chunk_of(256, [0.5, 1.0]) == Chunk(256, cast(float, pytest.approx(512 / 1.5)), 1.0)
     chunks = [Chunk(128, 900.0, 0.2), Chunk(256, 960.0, 0.3), Chunk(512, 1000.0, 0.6)]
     assert [prefill_chunk(chunks, loss).tokens for loss in (0.0, 0.05, 0.2)] == [512, 256, 128]
 
@@ -195,6 +196,7 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     @contextlib.asynccontextmanager
     async def started(config: BatonConfig, pool: str, seed: int) -> AsyncIterator[Solo]:
         engine = config.pools[pool].engine
+        assert isinstance(engine, VllmEngineConfig)
         made.append((pool, engine))
         async with alone(FormulaEngine(engine.omp_threads, 60)) as found:
             yield found
@@ -280,5 +282,7 @@ def test_a_chunk_is_measured_in_one_step_though_a_prompt_on_decode_gets_half_of_
     options = tune.parse(["--chunks", "256", "--sequences", "1,8"])
     made = tune.measured(config_of(engine_args={"seed": 3}), "decode-main", {}, options)
     engine = made.decode["main"].engine
+    assert isinstance(engine, VllmEngineConfig)
+    assert engine.max_num_batched_tokens is not None
     assert engine.engine_args == {"seed": 3, "long_prefill_token_threshold": 0}
     assert engine.max_num_batched_tokens >= 256 + 8

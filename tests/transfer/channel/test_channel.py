@@ -206,7 +206,7 @@ def test_a_lost_answer_to_a_cancel_is_asked_for_again(
     make_side: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = make_side("prefill"), make_side("decode", timeout_s=0.2)
-    send, lost = prefill.channel._endpoint.send, []
+    send, lost = prefill.channel._endpoint.send, list[Any]()
 
     def lossy(to: Any, message: Any) -> None:
         if type(message).__name__ == "Failed" and not lost:

@@ -143,7 +143,12 @@ class Traffic:
 
     def take(self, side: Any, name: str, count: int) -> list[int]:
         free = self.free[side]
-        side.until(lambda: self.settle() or len(free) >= count)
+
+        def enough() -> bool:
+            self.settle()
+            return len(free) >= count
+
+        side.until(enough)
         self.random.shuffle(free)
         self.held[side, name] = [free.pop() for _ in range(count)]
         return self.held[side, name]
@@ -196,7 +201,7 @@ class Traffic:
 
     def run(self, handoffs: int, at_once: int) -> None:
         names = [str(number) for number in range(handoffs)]
-        active = []
+        active: list[list[Any]] = []
         while names or active:
             if names and len(active) < at_once:
                 active.append(self.events(names.pop()))
@@ -204,7 +209,12 @@ class Traffic:
             events.pop(0)()
             if not events:
                 active.remove(events)
-        self.decode.until(lambda: self.settle() or not self.held)
+
+        def all_is_back() -> bool:
+            self.settle()
+            return not self.held
+
+        self.decode.until(all_is_back)
         self.sender.close()
 
 

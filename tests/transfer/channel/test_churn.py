@@ -82,7 +82,7 @@ def test_200_peers_leave_a_channel_as_it_was(prefill: Any, make_side: Callable[.
 
 
 def test_200_meetings_of_one_pair_leave_it_as_it_was(prefill: Any, decode: Any) -> None:
-    peers, at_start = [[prefill.channel.address]], None
+    peers, at_start = [[prefill.channel.address]], 0
     for number in range(200):
         known = set(prefill.channel._prefill.peers.agents)
         decode.channel.meet(peers)
@@ -144,4 +144,5 @@ def test_a_worker_that_is_gone_is_tried_ever_more_seldom(sender: TokenSender, in
     address = addresses(inbox, 1)[0]
     sender.send(address, FirstToken("s", 1, 1))
     socket = sender._sockets[address]
-    assert socket.getsockopt(zmq.RECONNECT_IVL) < socket.getsockopt(zmq.RECONNECT_IVL_MAX)
+    first, longest = (int(socket.getsockopt(each)) for each in (zmq.RECONNECT_IVL, zmq.RECONNECT_IVL_MAX))
+    assert first < longest

@@ -79,12 +79,20 @@ class Epochs(RuleBasedStateMachine):
         self.memory = {name: np.zeros((LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8) for name in self.wires}
         generator = np.random.default_rng(1)
         self.memory["prefill"][:] = generator.integers(1, 256, self.memory["prefill"].shape, dtype=np.uint8)
-        for name, build in (("prefill", PrefillSide), ("decode", DecodeSide)):
+        sides: tuple[tuple[str, Any], ...] = (("prefill", PrefillSide), ("decode", DecodeSide))
+        for name, build in sides:
             base = int(self.memory[name].ctypes.data)
             bases = tuple(base + layer * BLOCKS * BLOCK_BYTES for layer in range(LAYERS))
             layout = KVLayout(LAYERS, 1, BLOCKS, BLOCK_SIZE, BLOCK_BYTES, bases)
             self.planes[name].register(layout)
-            arguments = [self.planes[name], layout, self.wires[name], self.boxes[name], FAR, lambda *a, **k: None]
+            arguments: list[Any] = [
+                self.planes[name],
+                layout,
+                self.wires[name],
+                self.boxes[name],
+                FAR,
+                lambda *a, **k: None,
+            ]
             self.sides[name] = build(*arguments, *([Limits()] if name == "prefill" else []))
         self.now = 0.0
         self.offered: set[int] = set()

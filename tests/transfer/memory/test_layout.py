@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_regions_must_match_the_layers() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_difference_is_named_with_both_values(change: dict[str, object]) -> None:
+def test_a_difference_is_named_with_both_values(change: dict[str, Any]) -> None:
     other = replace(LAYOUT, **change)
     name = next(iter(change)).replace("block_bytes", "head_bytes")
     reason = mismatch(LAYOUT, other)
@@ -63,5 +64,5 @@ def test_an_unlike_fact_is_named_with_both_values() -> None:
 @pytest.mark.parametrize(
     "change", [{"num_blocks": 99}, {"bases": (9,) * 6}, {"device": "cuda", "device_id": 3}], ids=str
 )
-def test_place_and_amount_of_memory_may_differ(change: dict[str, object]) -> None:
+def test_place_and_amount_of_memory_may_differ(change: dict[str, Any]) -> None:
     assert mismatch(LAYOUT, replace(LAYOUT, **change)) is None

@@ -172,8 +172,8 @@ def test_a_killed_process_fails_its_own_handoffs_only(
     prefill.wait_counter("open_writing", 2)
     prefill.call("save", "begun", 8, 800, blocks)
     prefill.wait_counter("writes", before["writes"] + LAYERS)
-    for session, target in (("a", [1, 2]), ("b", [3, 4])):  # and as a prefill worker
-        decode.call("offer", session, victim.call("address"), target)
+    for session, targets in (("a", [1, 2]), ("b", [3, 4])):  # and as a prefill worker
+        decode.call("offer", session, victim.call("address"), targets)
     victim.call("save", "a", 4, 8, [5, 6])
     victim.wait_counter("writes", LAYERS)
 

@@ -40,7 +40,7 @@ def test_input_of_the_engine_ends_it_and_stays_in_the_queue() -> None:
 
 
 def test_news_ends_it() -> None:
-    engine, news = Engine(), []
+    engine, news = Engine(), list[int]()
 
     def event() -> None:
         news.append(1)
@@ -50,7 +50,7 @@ def test_news_ends_it() -> None:
 
 
 def test_waking_without_news_does_not() -> None:
-    engine, news = Engine(), []
+    engine, news = Engine(), list[int]()
     waiting = threading.Thread(target=engine.rest.wait, args=(lambda: bool(news), LONG_S))
     waiting.start()
     engine.rest.wake()

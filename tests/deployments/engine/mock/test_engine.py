@@ -263,4 +263,5 @@ async def test_a_dead_channel_is_a_dead_engine(make_pair: Callable[..., Any]) ->
         await asyncio.wait_for(pair.decode._pump, 60)
         with pytest.raises(EngineError) as caught:
             await engine.step()
+        assert caught.value.__cause__ is not None
         assert isinstance(caught.value.__cause__.__cause__, ZeroDivisionError)

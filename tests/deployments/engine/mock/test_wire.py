@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 vllm_engine = pytest.importorskip("vllm.v1.engine")
@@ -58,7 +59,7 @@ def test_every_field_that_the_mock_reads_is_where_it_reads_it() -> None:
     assert (sampling.ignore_eos, sampling.logprobs, sampling.seed) == (False, 3, 5)
     assert mock_wire.decode_request(encode(core_request(ignoring, [1]))).sampling_params.ignore_eos
     assert sampling.eos_token_id == params.eos_token_id == 2
-    assert request.handoff == mock_wire.Handoff(**baton)
+    assert request.handoff == msgspec.convert(baton, mock_wire.Handoff)
     assert request.handoff.key == ("s", 2)
 
 

@@ -81,7 +81,8 @@ async def cluster(
     made = RealEngines(config)
     try:
         replicas = [PREFILL, SMALL, *[LARGE for _ in large]]
-        together = [replicas] if prefill.engine.enforce_eager else [[each] for each in replicas]
+        eager = isinstance(prefill.engine, VllmEngineConfig) and prefill.engine.enforce_eager
+        together = [replicas] if eager else [[each] for each in replicas]
         for each in together:  # of compiled ones the second finds what the first has compiled
             await made.start(*each)
         yield made
@@ -281,8 +282,8 @@ def count_computed(engines: RealEngines) -> list[int]:
     """Tokens that the decode engines compute from now on, by step, without those of steps of one."""
     computed: list[int] = []
     for replica_id in (SMALL, LARGE):
-        engine = engines.replicas[replica_id]._engine
-        engine.step = counting(engine.step, computed)  # type: ignore[method-assign]
+        engine: Any = engines.replicas[replica_id]._engine
+        engine.step = counting(engine.step, computed)
     return computed
 
 

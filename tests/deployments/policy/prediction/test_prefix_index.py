@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -192,7 +193,7 @@ class Naive:
                 self.expected[replica_id, block] = now_s + EXPECTATION_S
 
     def hits(self, blocks: Sequence[int], now_s: float) -> dict[str, int]:
-        found = {}
+        found: dict[str, int] = {}
         for replica_id in REPLICAS:
             has = self.cached.get(replica_id, set()) | {
                 block for (name, block), until_s in self.expected.items() if name == replica_id and until_s > now_s
@@ -216,7 +217,7 @@ operations = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(operations, max_size=30))
-def test_any_order_of_messages_gives_what_a_naive_index_gives(todo: list[tuple[str, ...]]) -> None:
+def test_any_order_of_messages_gives_what_a_naive_index_gives(todo: list[tuple[Any, ...]]) -> None:
     index, naive, now_s, sequence = PrefixIndex(expectation_s=EXPECTATION_S), Naive(), 0.0, dict.fromkeys(REPLICAS, 0)
     for operation in todo:
         match operation:

@@ -2,27 +2,22 @@
 
 A wrong key or value fails `serve run` with a message that names it. Rules between fields are in `configs/checks.py`.
 Every field has its description, unit and default here and nowhere else: `python -m configs.reference` prints the page.
-
-The file is longer than others, and `PlacementConfig` has more fields: Serve pickles these classes by path, so they stay
-in one module, and an existing YAML file keeps its keys.
+Serve pickles these classes by path, so they all stay in this module.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from configs.checks import DEFAULT_CLASS, check_application, check_pool
+from configs.section import Section as Section
 
-__all__ = ["DEFAULT_CLASS"]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+Policy = Literal[
+    "joint", "round_robin", "weighted_round_robin", "power_of_two", "least_tokens", "prefix_affinity", "overlap_cost"
+]
 
 
 class ModelConfig(Section):
@@ -59,15 +54,14 @@ class VllmEngineConfig(Section):
     tensor_parallel_size: int = Field(1, gt=0)
     """Workers per replica. Pools may differ where the heads of a block lie one behind the other."""
     enforce_eager: bool = True
-    """True: nothing is compiled. False: piecewise CUDA graphs on a GPU; on CPU the model is compiled, which takes
-    minutes at the first start."""
+    """True: nothing is compiled. False: piecewise CUDA graphs on GPU; on CPU the first start compiles for minutes."""
     quantization: str | None = None
     """vLLM's name of a weight quantisation, such as `fp8`; null: none."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """The share of a GPU's memory that the engine takes; null: vLLM's default."""
     omp_threads: int = Field(1, gt=0)
     """OpenMP threads per worker on CPU."""
-    engine_args: dict[str, Any] = {}
+    engine_args: dict[str, Any] = Field({})
     """Any other of vLLM's `AsyncEngineArgs`. A key that Baton sets is refused."""
 
 
@@ -96,9 +90,6 @@ class MockEngineConfig(Section):
     """Tokens are a function of it and of the KV in the blocks."""
 
 
-EngineConfig = Annotated[VllmEngineConfig | MockEngineConfig, Field(discriminator="kind")]
-
-
 class ResourcesConfig(Section):
     """What one replica of a pool takes from the Ray cluster."""
 
@@ -108,7 +99,7 @@ class ResourcesConfig(Section):
     """GPUs of a replica: at least `engine.tensor_parallel_size` on a GPU node."""
     accelerator_type: str | None = None
     """A Ray accelerator type, such as H100, A100 or L40S; null: any."""
-    custom: dict[str, float] = {}
+    custom: dict[str, float] = Field({})
     """Custom Ray resources, by name."""
 
 
@@ -123,9 +114,9 @@ class PoolConfig(Section):
     """Extra replicas during an update, rounded up; 0: an old replica stops before its successor starts."""
     resources: ResourcesConfig = ResourcesConfig()
     """What one replica takes from the Ray cluster."""
-    engine: EngineConfig = VllmEngineConfig()
+    engine: VllmEngineConfig | MockEngineConfig = Field(VllmEngineConfig(), discriminator="kind")
     """The engine: `kind: vllm` or `kind: mock`. Kind and block size are the same in every pool."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field({})
     """Environment variables of the replica's process; they win over Baton's own."""
     device: str | None = None
     """The device whose data sheet gives the first guess of this pool's speed; null: `resources.accelerator_type`."""
@@ -163,15 +154,13 @@ class ChannelConfig(Section):
     """How KV blocks move from prefill to decode memory."""
 
     kind: Literal["nixl", "vllm", "in_process"] = "nixl"
-    """`nixl`: Baton's channel. `vllm`: vLLM's own NIXL connector, for layouts that Baton's channel does not carry.
-    `in_process`: mock engines of one process only."""
+    """`nixl`: Baton's channel. `vllm`: vLLM's NIXL connector, for other layouts. `in_process`: mocks in one process."""
     backend: Literal["UCX"] = "UCX"
     """NIXL's backend."""
     transports: str | None = None
     """`UCX_TLS` of the workers, such as `rc,cuda_copy,cuda_ipc`; null: UCX decides."""
     net_devices: str | None = None
-    """`UCX_NET_DEVICES` of the workers, such as `mlx5_0:1`; null: UCX decides. One pool's own value goes into its
-    `env`."""
+    """`UCX_NET_DEVICES` of the workers, such as `mlx5_0:1`; null: UCX decides. A pool can set its own in its `env`."""
     pacing: PacingConfig = PacingConfig()
     """What a prefill worker may have under way at once."""
     link_bytes_per_s: float = Field(10e9, gt=0)
@@ -179,22 +168,16 @@ class ChannelConfig(Section):
     handoff_timeout_s: float = Field(60.0, gt=0)
     """Seconds from the offer of decode blocks until their KV must have landed."""
     secret: str | None = None
-    """Seals control messages between the processes of a cluster; null: made once per Ray cluster and kept in its
-    store."""
+    """The key that seals control messages; null: made once per Ray cluster and kept in the cluster's store."""
     trace_dir: str | None = None
     """A folder in which workers write a timeline of every handoff, as JSON lines; null: none."""
 
 
 class ClassConfig(Section):
-    """A priority class: what its requests are promised, and when they are served among others.
-
-    A request whose predicted times are over an objective is refused, or waits if that helps; without objectives
-    nothing is refused for its predicted times.
-    """
+    """A priority class. A request that is predicted to miss an objective is refused, or waits if that helps."""
 
     rank: int = Field(0, ge=0)
-    """Waiting requests of a lower rank go first; within a rank, the one that is due first. Every fourth place goes
-    by `weight`, whatever the rank."""
+    """A lower rank is served first; in a rank, what is due first. Every fourth place goes by `weight` instead."""
     weight: float = Field(1.0, gt=0)
     """The share of the class in the places that go by weight, and in those of its rank that no objective decides."""
     ttft_s: float | None = Field(None, gt=0)
@@ -229,30 +212,17 @@ class WeightsConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Where requests go, which of them wait or are refused, and for how long.
+    """Where requests go and how long they wait. It stays one section with many fields, so YAML files stay valid."""
 
-    It has more fields than other sections: an existing YAML file must keep its keys.
-    """
-
-    policy: Literal[
-        "joint",
-        "round_robin",
-        "weighted_round_robin",
-        "power_of_two",
-        "least_tokens",
-        "prefix_affinity",
-        "overlap_cost",
-    ] = "joint"
-    """How replicas are chosen: `joint` weighs pairs by predicted time and memory. The others exist to be compared
-    with it."""
+    policy: Policy = "joint"
+    """How replicas are chosen. `joint` weighs pairs by predicted time and memory; the others are for comparison."""
     admission: bool = True
     """Refuse at once what is predicted to miss the objectives of its class."""
     admission_slack: float = Field(0.95, gt=0)
-    """A request is refused when a predicted time is over this multiple of its objective. At 1.0, half of those at
-    the edge are late."""
+    """A predicted time over this multiple of its objective is refused. At 1.0, half of those at the edge are late."""
     overcommit: float = Field(1.0, ge=1, le=4)
     """KV that a decode replica may promise, as a multiple of what it has. At 1.0 it never preempts."""
-    classes: dict[str, ClassConfig] = {}
+    classes: dict[str, ClassConfig] = Field({})
     """Priority classes by name; empty: one class `default` without objectives."""
     default_class: str = DEFAULT_CLASS
     """The class of a request without the header `X-Baton-Class`."""
@@ -271,22 +241,19 @@ class PlacementConfig(Section):
     session_timeout_s: float = Field(600.0, gt=0)
     """The longest life of a session. Then it ends with an error."""
     max_attempts: int = Field(4, ge=1)
-    """Placements of one session in a row that may come to nothing. One that gives more than a first token starts the
-    count anew."""
+    """Placements in a row that a session may lose. One that gives more than a first token starts the count anew."""
     snapshot_interval_s: float = Field(0.1, gt=0)
     """Seconds between two reports of a replica at least; once a second when nothing changes. With more than 50
     replicas and `overcommit: 1.0`, all together report 500 times a second, and each once a second at least."""
     snapshot_stale_s: float = Field(5.0, gt=0)
     """Seconds without a report after which nothing is placed on a replica."""
     hang_timeout_s: float = Field(60.0, gt=0)
-    """Seconds without a step or an answer after which an engine with sessions is given up: its sessions move, and
-    Serve replaces it."""
+    """Seconds without a step or an answer until an engine with sessions counts as lost, and Serve replaces it."""
     drain_s: float = Field(30.0, gt=0)
     """Seconds that a stopping replica has. Its sessions may end in the first three quarters; then they move, and KV
     that a peer still uses is waited for. Where the whole application stops, they may end in all of it."""
     ingress_lease_s: float = Field(10.0, gt=0)
-    """Seconds without an answer from an ingress after which its sessions end on a replica; they end at once when it
-    has died."""
+    """Seconds without an answer from an ingress until its sessions end; when it has died, they end at once."""
 
 
 class IngressConfig(Section):
@@ -302,9 +269,8 @@ class IngressConfig(Section):
     """Requests that Serve gives one ingress at once."""
     drain_s: float = Field(60.0, gt=0)
     """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
-    server_args: dict[str, Any] = {}
-    """Other options of `vllm serve`, such as `tool_call_parser` or `chat_template`. An option that Baton sets
-    is refused by name."""
+    server_args: dict[str, Any] = Field({})
+    """Other options of `vllm serve`, such as `tool_call_parser`. An option that Baton sets is refused by name."""
 
 
 class BatonConfig(Section):

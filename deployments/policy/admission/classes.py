@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from configs.schema import DEFAULT_CLASS, PlacementConfig
+from configs.checks import DEFAULT_CLASS
+from configs.schema import PlacementConfig
 from deployments.errors import UnknownClass
 from deployments.messages import Reject
 

@@ -1,0 +1,181 @@
+"""Prefill on one host and decode on the other, NIXL over TCP between them; the cable is cut in the middle of an answer.
+
+The hosts are network namespaces of this machine. They are started as docs/guides/several-nodes.md says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from load_tests.harness.application import ROOT
+from tests.e2e.client import body
+from tests.e2e.cluster import MARKER, processes
+from tests.e2e.conftest import prompt
+from tests.e2e.hosts import Host, NoHosts, two_hosts
+
+URL, RAY_PORT, DASHBOARD_PORT = "http://127.0.0.1:8000", 6379, 8265
+START_WITHIN_S, ANSWER_WITHIN_S, END_WITHIN_S = 480.0, 120.0, 60.0
+ANSWER_TOKENS, CUT_AFTER = 48, 12
+ENGINE = {"kind": "vllm", "kv_cache_memory_bytes": 134217728, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+pytestmark = [pytest.mark.engine, pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A running application: its ingress, manager and prefill on `first`, its decode replica on `second`."""
+
+    first: Host
+    second: Host
+
+    def answer(self, asked: list[int], seen: Callable[[int], None] = lambda count: None) -> tuple[list[int], str]:
+        """The tokens of a streamed answer, and the modes that its response's header says. `seen`: see `_stream`."""
+        return self.first.call(lambda: _stream(asked, seen)).result(ANSWER_WITHIN_S)
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.first.call(lambda: httpx.get(f"{URL}/baton/status", timeout=60.0).json()).result()
+        return answer
+
+
+def configuration(first: Host, second: Host) -> dict[str, Any]:
+    """configs/cpu-1p1d.yaml with each pool on a host of its own, and KV over TCP.
+
+    Both hosts share this machine's memory, which UCX would use if it had the choice.
+    """
+    serve: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "cpu-1p1d.yaml").read_text())
+    arguments = serve["applications"][0]["args"]
+    arguments["prefill"] |= {"engine": ENGINE, "resources": {"num_cpus": 0, "custom": {"first": 1}}}
+    arguments["decode"]["main"] |= {"engine": ENGINE, "resources": {"num_cpus": 0, "custom": {"second": 1}}}
+    arguments["channel"] = {"transports": "tcp"}
+    arguments["prefill"]["env"] = {"UCX_NET_DEVICES": first.interface}
+    arguments["decode"]["main"]["env"] = {"UCX_NET_DEVICES": second.interface}
+    return serve
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The application, started on both hosts as the guide says, and stopped to its last process."""
+    directory, marker = tmp_path_factory.mktemp("two-hosts"), uuid.uuid4().hex
+    ours = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with contextlib.ExitStack() as stack:
+        try:
+            first, second = stack.enter_context(two_hosts())
+        except NoHosts as error:
+            pytest.skip(str(error))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True))
+        ours |= {MARKER: marker, "RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
+        stack.callback(end, marker)
+        head = ["--head", f"--port={RAY_PORT}", f"--dashboard-host={first.address}", "--num-cpus=2"]
+        start(first, [*head, '--resources={"first": 1}'], ours, directory)
+        other = [f"--address={first.address}:{RAY_PORT}", "--num-cpus=0", '--resources={"second": 1}']
+        start(second, other, ours, directory)
+        file = directory / "serve.yaml"
+        file.write_text(yaml.safe_dump(configuration(first, second)))
+        launch = [sys.executable, "-m", "app.launch", "--config", str(file)]
+        launch += ["--ray-address", f"{first.address}:{RAY_PORT}", "--dashboard-port", str(DASHBOARD_PORT)]
+        log = directory / "launch.log"
+        with log.open("wb") as output:
+            launcher = subprocess.Popen(
+                first.command(launch), cwd=ROOT, env=ours, stdout=output, stderr=subprocess.STDOUT
+            )
+        stack.callback(launcher.wait, END_WITHIN_S)
+        stack.callback(launcher.send_signal, signal.SIGINT)
+        deadline = time.monotonic() + START_WITHIN_S
+        while "Ready in" not in log.read_text():
+            assert launcher.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield Pair(first, second)
+
+
+def start(host: Host, options: list[str], environment: dict[str, str], directory: Path) -> None:
+    """`ray start` on a host. Its processes stay until `end`."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.address}", *options]
+    with (directory / f"{host.namespace}.log").open("wb") as log:
+        done = subprocess.run(
+            host.command([*command, "--disable-usage-stats"]),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            timeout=START_WITHIN_S,
+            check=False,
+        )
+    assert done.returncode == 0, (directory / f"{host.namespace}.log").read_text()[-4000:]
+
+
+def end(marker: str) -> None:
+    """Kill what is left of both Rays."""
+    deadline = time.monotonic() + END_WITHIN_S
+    while (left := processes(marker)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+    assert not left, f"processes outlived their hosts: {left}"
+
+
+def _stream(asked: list[int], seen: Callable[[int], None]) -> tuple[list[int], str]:
+    """`seen` is called with the number of tokens after each event of the stream."""
+    tokens: list[int] = []
+    request = body(asked, ANSWER_TOKENS, stream=True)
+    with httpx.stream("POST", f"{URL}/v1/completions", json=request, timeout=ANSWER_WITHIN_S) as response:
+        assert response.status_code == httpx.codes.OK, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                tokens += event["choices"][0]["token_ids"]
+                seen(len(tokens))
+    return tokens, response.headers["x-baton-mode"]
+
+
+def test_a_request_is_prefilled_on_one_host_and_decoded_on_the_other(pair: Pair) -> None:
+    tokens, mode = pair.answer(prompt(70_001, 600))
+    assert mode == "disaggregated"
+    assert len(tokens) == ANSWER_TOKENS
+
+
+def test_a_cable_that_is_cut_in_the_middle_of_an_answer_changes_nothing_in_it(pair: Pair) -> None:
+    asked = prompt(70_002, 300)
+    expected, _ = pair.answer(asked)
+    cut_at: list[int] = []
+
+    def cut(count: int) -> None:
+        if count >= CUT_AFTER and not cut_at:
+            cut_at.append(count)
+            pair.second.plug(False)
+
+    try:
+        tokens, _ = pair.answer(asked, cut)
+        assert cut_at
+        assert cut_at[0] < ANSWER_TOKENS
+        assert tokens == expected
+    finally:
+        pair.second.plug(True)
+
+
+def test_the_cable_back_in_place_requests_are_split_again(pair: Pair) -> None:
+    deadline = time.monotonic() + ANSWER_WITHIN_S
+    seed, mode = 70_100, ""
+    while mode != "disaggregated":
+        assert time.monotonic() < deadline, pair.status()
+        seed += 1
+        tokens, mode = pair.answer(prompt(seed, 300))
+        assert len(tokens) == ANSWER_TOKENS

@@ -1,12 +1,13 @@
-"""A request whose answer began elsewhere: what was answered is output here too, and no prompt.
+"""A request whose answer began elsewhere: what was answered is output here too, and not prompt.
 
-vLLM takes all that comes with a request for prompt. Whatever counts generated tokens (limits, penalties, stop
-conditions, grammars, a seed's generator) must know those that another engine has sampled: a replica that was lost, or
-prefill. They come as `extra_args["baton_answered"]` and enter vLLM's scheduler as those of a preempted request return:
-as output that has yet to be computed. What vLLM does then is read in tests/deployments/engine/test_vllm_contract.py.
+vLLM takes every token that comes with a request as prompt. But limits, penalties, stop conditions, grammars and a
+seed's generator count generated tokens, and must count those that another engine has sampled: prefill, or a replica
+that was lost. These tokens come as `extra_args["baton_answered"]`. They enter vLLM's scheduler as the tokens of a
+preempted request return to it: as output that has yet to be computed. tests/deployments/engine/vllm/test_contract.py
+checks what vLLM does with them then.
 
-Model runner V2 is told by the scheduler which tokens are prompt, and what it draws depends on seed and position alone.
-Runner V1, which vLLM takes on CPU, believes a new request to have no output: `count_answered` tells it.
+The scheduler tells model runner V2 which tokens are prompt, and what that runner draws depends on seed and position
+alone. Runner V1, which vLLM uses on CPU, takes a new request to have no output: `count_answered` mends that.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ logger = logging.getLogger("baton.answered")
 
 ANSWERED = "baton_answered"
 OFFSET_PER_DRAW = 4
-"""By which an accelerator's generator moves when vLLM draws once, as runner V1 has it where it takes a draw back."""
+"""The offset of an accelerator's generator grows by this with each draw. Runner V1 takes a draw back by as much."""
 
 
 def answered(params: SamplingParams | None) -> list[int]:
-    """The tokens of a request's answer that were sampled elsewhere, as far as they are known."""
+    """The tokens of a request's answer that were sampled elsewhere, as far as this engine was told."""
     extra = params.extra_args if params is not None else None
     return list((extra or {}).get(ANSWERED) or ())
 
 
 class AnsweredRequests:
-    """The scheduler's side. Create it where vLLM's scheduler creates its connector."""
+    """The scheduler's side. Make it while vLLM's scheduler makes its connector: it finds the scheduler on the stack."""
 
     def __init__(self) -> None:
         self._scheduler = _scheduler_on_the_stack()
@@ -50,18 +51,18 @@ class AnsweredRequests:
         """A new request has come."""
         if tokens := answered(request.sampling_params):
             request.append_output_token_ids(tokens)
-            request.prefill_stats = None  # of a first prefill, of which vLLM asserts that it is of prompt alone
+            request.prefill_stats = None  # vLLM asserts that a first prefill, which these are of, is of prompt alone
             if request.use_structured_output:
                 self._unread.add(request)
 
     def is_ready(self, request: Request) -> bool:
-        """Before a request is first scheduled: its grammar is compiled by now, and reads what was answered."""
+        """Asked before a request is first scheduled. By then its grammar is compiled, and reads what was answered."""
         if request in self._unread and self._read(request, answered(request.sampling_params)):
             self._unread.discard(request)
         return request not in self._unread
 
     def go_on(self, request: Request, token: int) -> None:
-        """Prefill has sampled the next token: decode begins with computing it, and computes nothing again."""
+        """Prefill has sampled the next token. Decode begins by computing that token, and computes nothing twice."""
         assert request.sampling_params is not None
         request.append_output_token_ids(token)
         tokens = [*answered(request.sampling_params), token]
@@ -69,7 +70,7 @@ class AnsweredRequests:
         self._read(request, [token])
 
     def _read(self, request: Request, tokens: list[int]) -> bool:
-        """False when the request's grammar forbids the tokens, which another engine's allowed: it ends in an error."""
+        """False when the request's grammar forbids tokens that another engine's allowed. The request ends in an error."""
         if self._scheduler.structured_output_manager.accept_tokens(request, tokens):
             return True
         logger.error("request %s: its grammar forbids what was answered elsewhere", request.request_id)
@@ -78,7 +79,7 @@ class AnsweredRequests:
 
 
 def _scheduler_on_the_stack() -> Any:
-    """The scheduler that is being made further up the stack; vLLM hands a connector no reference to it."""
+    """The scheduler that is being made further up the stack. vLLM hands a connector no reference to it."""
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(maker := frame.f_locals.get("self"), Scheduler):
@@ -88,9 +89,9 @@ def _scheduler_on_the_stack() -> Any:
 
 
 def count_answered(config: VllmConfig) -> None:
-    """The workers' side: have model runner V1 take what was answered for output. Once for each process.
+    """The workers' side: make model runner V1 take what was answered as output. Takes effect once in a process.
 
-    Raises ValueError where it draws in another way than we know.
+    Raises ValueError for a way of drawing that is not known here.
     """
     if config.use_v2_model_runner:
         return
@@ -128,8 +129,9 @@ def continue_from_answered(request: CachedRequestState) -> None:
 class RequestGenerator(torch.Generator):
     """A seeded request's generator on CPU, where vLLM draws one integer for each token.
 
-    Runner V1 draws also in a step that computes only a part of a prompt. It takes that back by the generator's offset;
-    a CPU generator has none, and vLLM's engine dies of asking. This one returns to where its request's output ends.
+    Runner V1 draws in a step that computes only a part of a prompt, too, and takes that draw back by the generator's
+    offset. A CPU generator has no offset, and asking for it kills vLLM's engine. This one returns to the state after
+    the draws of its request's output.
     """
 
     seeded_with: int
@@ -137,7 +139,7 @@ class RequestGenerator(torch.Generator):
 
     @classmethod
     def of(cls, seed: int, output: list[int]) -> RequestGenerator:
-        """`output`: the request's own list, which grows as it is answered."""
+        """`output`: the request's own list, which grows with its answer."""
         generator = cls()
         generator.seeded_with, generator.output = seed, output
         generator.set_offset(0)
@@ -147,6 +149,6 @@ class RequestGenerator(torch.Generator):
         return 0
 
     def set_offset(self, offset: int) -> None:
-        """Whatever the offset: behind the draws of the output."""
+        """Go to the state after the draws of the output, whatever the offset."""
         self.manual_seed(self.seeded_with)
         torch.randint(0, 2**31, (len(self.output),), generator=self, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Engine processes must not outlive the replica that started them, however it dies."""
+"""Engine processes must not outlive the replica that started them, however the replica dies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 def die_with_parent() -> None:
-    """End this process at once when its parent process ends. Costs one thread that sleeps in the kernel."""
+    """End this process at once when its parent process ends. It costs one thread, which sleeps in the kernel."""
     parent = os.getppid()
     descriptor = os.pidfd_open(parent)
     if os.getppid() != parent:

@@ -1,12 +1,12 @@
 """The last block of an aborted request can be found like those before it, which are full.
 
-A session that a replica lets go comes back to it at once, with what was answered, to be handed over. Its run there was
-aborted: its full blocks are in vLLM's prefix cache, the KV of the block behind them is in memory, but vLLM finds full
-blocks only, and would compute up to a block of tokens again. Here such blocks are found by their tokens. The rest is
-vLLM's: a block that is found in part is copied before the request writes to it.
+A session that moves comes back to the replica that gave it up, with what was answered, to be handed over. Its run
+there was aborted: its full blocks are in vLLM's prefix cache, and the KV of the block behind them is in memory. But
+vLLM finds full blocks only, and would compute up to a block of tokens again. This file finds such blocks by their
+tokens. vLLM does what follows: it copies a block that is found in part before the request writes to it.
 
-A kept block is a free one. It has a name, as cached blocks have, so that vLLM takes it late; when that takes it, or
-resets its cache, the name is gone, and so nothing is found.
+A kept block is free. It has a name, as cached blocks have, so that vLLM takes it late. When vLLM takes it or resets its
+cache, the block loses its name, and is not found any more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MOST_KEPT = 256
+"""Blocks that are kept at most; the oldest are forgotten first. All are looked through for every request."""
 BLOCKS_EACH = 2
-"""Of one request: tokens that came after the last one its client has may lie in a further block."""
+"""Blocks kept of one request. Two, because tokens that the client does not have yet may lie in a further block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class _Kept:
 
 
 class PartialBlocks:
-    """The scheduler's side. From its making on, vLLM finds in its prefix cache what is kept here as well."""
+    """The scheduler's side. Once it is made, vLLM's lookup in its prefix cache finds what is kept here, too."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager, self._pool = manager, manager.block_pool
@@ -53,7 +54,7 @@ class PartialBlocks:
             manager.get_computed_blocks = self.find
 
     def keep(self, request: Request) -> None:
-        """Before vLLM frees the blocks of a request. Its KV must be here: something was sampled from it."""
+        """Keep the last blocks of a request, before vLLM frees them. Its KV is here: it has sampled a token."""
         size = self._group.block_size
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         if not self._is_on or computed <= 0:
@@ -71,7 +72,7 @@ class PartialBlocks:
             del self._kept[next(iter(self._kept))]
 
     def find(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        """What vLLM's prefix cache has of a request, and the block behind it if that holds all but the last token."""
+        """What vLLM's prefix cache has of a request, and the next block if that one holds all but the last token."""
         found: tuple[KVCacheBlocks, int, int] = self._find_full(request)
         (blocks, tokens, boundary), last = found, request.num_tokens - 1
         if not self._kept or not 0 < last - tokens < self._group.block_size or not self._may_copy(request):
@@ -83,7 +84,7 @@ class PartialBlocks:
         return self._manager.create_kv_cache_blocks(([*blocks.blocks[0], block],)), last, boundary
 
     def _may_copy(self, request: Request) -> bool:
-        """The block and its copy are held at once, until the copy is made: for that nobody may have to give way."""
+        """The block and its copy are both held until the copy is made. No request may have to give way for that."""
         spare = self._pool.get_num_free_blocks() - blocks_for(request.num_tokens, self._group.block_size)
         enough: bool = spare > self._manager.watermark_blocks + len(self._group.req_to_blocks)
         return enough and bool(self._manager.prefix_cache_lookup_enabled(request))
@@ -96,7 +97,7 @@ class PartialBlocks:
         return None
 
     def _before(self, request: Request, index: int) -> Any:
-        """The block before by name, thus all tokens before, and whatever vLLM adds to tokens in a block's name."""
+        """The name of the block before, which stands for all tokens before, and what vLLM adds to a block's tokens."""
         size = self._group.block_size
         extra, _ = generate_block_hash_extra_keys(request, index * size, (index + 1) * size, 0)
         return (request.block_hashes[index - 1] if index else None), extra

@@ -1,7 +1,7 @@
 """What each step of an engine computes and how long it takes, from the two moments of it that a connector sees.
 
-It imports no vLLM; of vLLM's `SchedulerOutput` it takes the fields that `Scheduled` names, and what it gives back is as
-much of a `KVConnectorStats` as vLLM's scheduler asks for.
+It imports no vLLM. It reads the fields of vLLM's `SchedulerOutput` that `Scheduled` names, and returns as much of a
+`KVConnectorStats` as vLLM's scheduler asks for.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 
 class Scheduled(Protocol):
-    """What one step computes: tokens by request id, of requests new to the engine and of such that it knows.
+    """What one step computes: tokens by request id, of requests that are new to the engine and of known ones.
 
-    A new one has `req_id` and `num_computed_tokens`, of before the step; those known are lists, `req_ids` and
-    `num_computed_tokens`.
+    A new request has `req_id` and `num_computed_tokens`, as before the step. The known ones are two lists, `req_ids`
+    and `num_computed_tokens`.
     """
 
     num_scheduled_tokens: dict[str, int]
@@ -54,8 +54,8 @@ class _Begun:
 class StepClock:
     """Steps begin and end in the same order; with asynchronous scheduling one begins before the last has ended.
 
-    A step that goes on with a request of the last one began when that ended: what lies between (outputs, scheduling) is
-    the price of a step too. One that does not may follow idleness, and is timed from its own beginning.
+    A step that goes on with a request of the step before began when that one ended: what lies between (outputs,
+    scheduling) is a cost of steps, too. Any other step may follow an idle time, and is timed from its own beginning.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class StepClock:
 
 
 def _counts(step: Scheduled) -> tuple[int, int, int, int]:
-    """Whoever computes one token counts as decoding, whatever it is for: it costs the same."""
+    """A request that computes one token counts as decoding, whatever the token is for: it costs the same."""
     prefill_tokens = prefill_context = decode_sequences = decode_context = 0
     known = step.scheduled_cached_reqs
     computed = [(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]

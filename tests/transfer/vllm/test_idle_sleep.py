@@ -7,9 +7,10 @@ import threading
 import time
 from typing import Any
 
-from transfer.vllm.idle_sleep import Rest, engine_inputs
+from transfer.vllm.idle_sleep import IdleSleep, engine_inputs
 
-LONG_S = 30.0
+FAR_S = 600.0  # a sleep that ends by itself would be found by the deadline of `Sleeper.ends`
+DEADLINE_S = 30.0
 
 
 class Engine:
@@ -17,58 +18,71 @@ class Engine:
 
     def __init__(self) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.rest = self.make_scheduler()
+        self.idle_sleep = self.make_scheduler()
 
-    def make_scheduler(self) -> Rest:
-        return Rest()
+    def make_scheduler(self) -> IdleSleep:
+        return IdleSleep()
 
 
-def ends(engine: Engine, event: Any, has_news: Any = lambda: False) -> bool:
-    waiting = threading.Thread(target=engine.rest.wait, args=(has_news, LONG_S))
-    waiting.start()
-    time.sleep(0.05)
-    assert waiting.is_alive()
-    event()
-    waiting.join(LONG_S / 3)
-    return not waiting.is_alive()
+class Sleeper:
+    """A thread that sleeps. `asked`: how often it has looked for news; `ended_with`: the news when it woke."""
+
+    def __init__(self, sleep: IdleSleep, news: list[int]) -> None:
+        self.news, self.asked = news, threading.Semaphore(0)
+        self.ended_with: list[int] | None = None
+        self._thread = threading.Thread(target=self._run, args=(sleep,), daemon=True)
+        self._thread.start()
+
+    def _run(self, sleep: IdleSleep) -> None:
+        sleep.wait(self._has_news, FAR_S)
+        self.ended_with = list(self.news)
+
+    def _has_news(self) -> bool:
+        self.asked.release()
+        return bool(self.news)
+
+    def looks(self) -> bool:
+        """It has looked once more. It holds the queue's lock from then until it sleeps, so no event is missed."""
+        return self.asked.acquire(timeout=DEADLINE_S)
+
+    def ends(self) -> bool:
+        self._thread.join(DEADLINE_S)
+        return not self._thread.is_alive()
 
 
 def test_input_of_the_engine_ends_it_and_stays_in_the_queue() -> None:
     engine = Engine()
-    assert ends(engine, lambda: engine.input_queue.put("request"))
+    sleeper = Sleeper(engine.idle_sleep, [])
+    assert sleeper.looks()
+    engine.input_queue.put("request")
+    assert sleeper.ends()
     assert engine.input_queue.get_nowait() == "request"
 
 
-def test_news_ends_it() -> None:
-    engine, news = Engine(), list[int]()
-
-    def event() -> None:
-        news.append(1)
-        engine.rest.wake()
-
-    assert ends(engine, event, lambda: bool(news))
-
-
-def test_waking_without_news_does_not() -> None:
-    engine, news = Engine(), list[int]()
-    waiting = threading.Thread(target=engine.rest.wait, args=(lambda: bool(news), LONG_S))
-    waiting.start()
-    engine.rest.wake()
-    waiting.join(0.1)
-    assert waiting.is_alive()
+def test_news_ends_it_and_a_wake_without_news_does_not() -> None:
+    engine, news = Engine(), []
+    sleeper = Sleeper(engine.idle_sleep, news)
+    assert sleeper.looks()
+    engine.idle_sleep.wake()
+    assert sleeper.looks()
     news.append(1)
-    engine.rest.wake()
-    waiting.join(LONG_S / 3)
-    assert not waiting.is_alive()
+    engine.idle_sleep.wake()
+    assert sleeper.ends()
+    assert sleeper.ended_with == [1]
 
 
-def test_what_is_there_already_is_not_waited_for() -> None:
+def test_news_that_is_there_already_is_not_waited_for() -> None:
+    assert Sleeper(Engine().idle_sleep, [1]).ends()
+
+
+def test_input_that_is_there_already_is_not_waited_for() -> None:
     engine = Engine()
-    engine.rest.wait(lambda: True, LONG_S)
     engine.input_queue.put("request")
-    engine.rest.wait(lambda: False, LONG_S)
+    assert Sleeper(engine.idle_sleep, []).ends()
 
 
-def test_without_an_engine_it_only_waits() -> None:
+def test_without_an_engine_it_sleeps_as_long_as_it_may() -> None:
     assert engine_inputs().empty()
-    Rest().wait(lambda: False, 0.001)
+    begun = time.monotonic()
+    IdleSleep().wait(lambda: False, 0.05)
+    assert time.monotonic() - begun >= 0.05

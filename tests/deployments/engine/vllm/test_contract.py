@@ -55,8 +55,9 @@ from deployments.engine.names import FOLDER, names_until_started
 from deployments.engine.protocol import EngineError
 from deployments.engine.vllm.engine import IN_PROCESS, NixlConnector, VllmEngine
 from deployments.messages import Role
-from transfer.vllm.connector import BatonConnector, _take_ascending
+from transfer.vllm.connector import BatonConnector
 from transfer.vllm.continued_answer import AnsweredRequests
+from transfer.vllm.scheduler_side import take_ascending
 
 CONNECTOR_HOOKS = {
     "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
@@ -117,7 +118,7 @@ def test_new_blocks_come_from_one_method_of_the_pool() -> None:
 
 def test_new_blocks_are_taken_ascending() -> None:
     pool = BlockPool(num_gpu_blocks=16, enable_caching=True, hash_block_size=16)
-    _take_ascending(pool)
+    take_ascending(pool)
     taken = pool.get_new_blocks(6)
     pool.free_blocks(reversed(pool.get_new_blocks(9)))
     pool.free_blocks(reversed(taken))

@@ -1,0 +1,229 @@
+"""The connector's half in the engine core's process: which request hands over which blocks.
+
+A request takes part when `kv_transfer_params["baton"]` holds `role` ("prefill" or "decode"), `session`, `epoch` and
+`peers`: the control addresses of the other side's workers, by rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from transfer.channel.channel import Channel
+from transfer.channel.layers import Chunk
+from transfer.channel.outbox import Key
+from transfer.control.messages import FirstToken, Seal
+from transfer.control.token_sender import TokenSender
+from transfer.memory.blocks import blocks_for
+from transfer.vllm.continued_answer import AnsweredRequests, answered
+from transfer.vllm.idle_sleep import IdleSleep
+from transfer.vllm.partial_blocks import PartialBlocks
+from transfer.vllm.step_clock import StepClock
+from transfer.vllm.step_messages import Offering, StepMetadata, WorkerMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+ABORTED = "the request was aborted"
+# The longest that a prefill waits for decode's offer. A decode engine in a long step offers late; the prefill then
+# begins without the offer, and the layers computed until then are written once it has come.
+OFFER_WAIT_S = 0.25
+# The longest idle sleep. It has an end because nothing tells that a grammar has been compiled.
+IDLE_SLEEP_S = 0.05
+# The same with several workers: their channels are in other processes, so nothing tells of news.
+IDLE_SLEEP_WITHOUT_NEWS_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A request's part in a handoff. `peers`: the other side's workers, by rank."""
+
+    role: str
+    key: Key
+    peers: list[str]
+
+
+def part_of(request: Request) -> Part | None:
+    """The request's part in a handoff; None when nothing of it is handed over."""
+    baton = (request.kv_transfer_params or {}).get("baton")
+    return Part(baton["role"], (baton["session"], baton["epoch"]), baton["peers"]) if baton else None
+
+
+class SchedulerSide:
+    """Answers the scheduler's hooks. `channel`: the worker's channel when worker and scheduler share a process."""
+
+    def __init__(self, secret: str, block_size: int, channel: Callable[[], Channel | None]) -> None:
+        self._block_size, self._channel = block_size, channel
+        self._tokens = TokenSender(Seal(secret))
+        self._idle_sleep = IdleSleep()
+        self._clock = StepClock()
+        self._answered = AnsweredRequests()
+        self._pending = StepMetadata()
+        self._prefills: dict[str, Request] = {}
+        self._offer_due: dict[str, float] = {}
+        self._awaiting: dict[str, Request] = {}
+        self._first_tokens: dict[str, int] = {}
+        self._offered: set[str] = set()
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Called once, before any request is scheduled."""
+        self._manager = manager
+        take_ascending(manager.block_pool)
+        self._partial_blocks = PartialBlocks(manager)
+
+    def begin(self, request: Request) -> None:
+        """A request has come to the engine."""
+        self._answered.begin(request)
+
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens' KV comes from outside, and whether it comes later; None: ask again in the next step."""
+        part = part_of(request)
+        if not self._answered.is_ready(request):
+            return None, False
+        if part is None:
+            return 0, False
+        if part.role == "prefill":
+            return (None if self._awaits_offer(request, part) else 0), False
+        if request.request_id in self._offered:
+            return 0, False  # a request that was preempted after its handoff is recomputed here
+        missing = handed_over(request) - num_computed_tokens
+        return (missing, True) if missing > 0 else (0, False)
+
+    def _awaits_offer(self, request: Request, part: Part) -> bool:
+        """Decode allocates before prefill computes. Other requests go ahead meanwhile, and no step waits."""
+        channel = self._channel()
+        if channel is None or channel.is_answered(part.key, len(part.peers)):
+            return False
+        return time.monotonic() < self._offer_due.setdefault(request.request_id, time.monotonic() + OFFER_WAIT_S)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has its blocks."""
+        part = part_of(request)
+        if part is None:
+            return
+        if part.role == "prefill":
+            self._offer_due.pop(request.request_id, None)
+            self._prefills[request.request_id] = request
+        elif num_external_tokens:
+            first = (handed_over(request) - num_external_tokens) // self._block_size
+            end = blocks_for(handed_over(request), self._block_size)
+            offered = list(blocks.get_block_ids()[0][first:end])
+            self._pending.offers.append(Offering(part.key, request.request_id, part.peers, first, offered))
+            self._awaiting[request.request_id] = request
+            self._offered.add(request.request_id)
+
+    def metadata(self, scheduled: SchedulerOutput) -> StepMetadata:
+        """What the workers must know of the step that was just scheduled. Sleeps when there is nothing to compute."""
+        self._clock.begin(scheduled, time.monotonic())
+        metadata, self._pending = self._pending, StepMetadata()
+        for request_id in scheduled.preempted_req_ids or ():
+            if request := self._prefills.get(request_id):
+                metadata.preempted.append(_the_part(request).key)
+        for request_id, tokens in scheduled.num_scheduled_tokens.items():
+            request = self._prefills.get(request_id)
+            if request is not None and request.num_computed_tokens < handed_over(request):
+                metadata.chunks.append(self._chunk(request, tokens))
+        if not (scheduled.total_num_scheduled_tokens or scheduled.finished_req_ids or metadata):
+            self._sleep()
+        return metadata
+
+    def _chunk(self, request: Request, scheduled_tokens: int) -> Chunk:
+        part, total = _the_part(request), handed_over(request)
+        return Chunk(
+            part.key,
+            request.request_id,
+            min(request.num_computed_tokens + scheduled_tokens, total),
+            total,
+            tuple(self._manager.get_block_ids(request.request_id)[0]),
+            len(part.peers),
+        )
+
+    def _sleep(self) -> None:
+        """Nothing can be computed: without a pause the engine would step in a circle."""
+        channel = self._channel()
+        if channel is None:
+            self._idle_sleep.wait(lambda: False, IDLE_SLEEP_WITHOUT_NEWS_S)
+        else:
+            channel.on_news(self._idle_sleep.wake)
+            self._idle_sleep.wait(lambda: channel.has_news, IDLE_SLEEP_S)
+
+    def step_report(self) -> Any:
+        """What the step that just ended was."""
+        return self._clock.end(time.monotonic())
+
+    def finished(self, request: Request) -> bool:
+        """A request is over. True when its blocks must stay until the workers report them sent."""
+        if request.status is RequestStatus.FINISHED_ABORTED and _has_sampled(request):
+            self._partial_blocks.keep(request)  # a session that moves comes back here, to be handed over
+        part = part_of(request)
+        if part is None:
+            return False
+        if part.role == "prefill":
+            self._prefill_finished(request, part)
+            return True
+        if request.request_id not in self._offered:
+            self._pending.withdrawals.append((part.key, part.peers))
+        elif self._awaiting.pop(request.request_id, None) is not None:
+            self._pending.cancels.append((part.key, ABORTED))
+        self._offered.discard(request.request_id)
+        self._first_tokens.pop(request.request_id, None)
+        return False
+
+    def _prefill_finished(self, request: Request, part: Part) -> None:
+        self._prefills.pop(request.request_id, None)
+        self._offer_due.pop(request.request_id, None)
+        is_whole = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if is_whole:
+            self._tokens.send(part.peers[0], FirstToken(*part.key, request.output_token_ids[-1]))
+        self._pending.ended.append((part.key, request.request_id, is_whole, len(part.peers)))
+
+    def take(self, output: KVConnectorOutput) -> None:
+        """What the workers report after a step."""
+        metadata = output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata):
+            # Rank 0 may tell the first token steps before the last rank has its KV.
+            self._first_tokens |= {rid: token for rid, token in metadata.tokens.items() if rid in self._awaiting}
+            if metadata.decodes is not None:
+                self._tokens.keep(metadata.decodes)
+        for request_id in output.finished_recving or ():
+            token = self._first_tokens.pop(request_id, None)
+            request = self._awaiting.pop(request_id, None)
+            if request is not None and token is not None:
+                self._answered.go_on(request, token)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._tokens.close()
+
+
+def _the_part(request: Request) -> Part:
+    part = part_of(request)
+    assert part is not None
+    return part
+
+
+def take_ascending(pool: BlockPool) -> None:
+    """Give a request its new blocks in ascending order, so that runs of them coalesce into one descriptor.
+
+    The pool hands out blocks that were freed last to first, descending. The pool still chooses which blocks.
+    """
+    take = pool.get_new_blocks
+    pool.get_new_blocks = lambda count: sorted(take(count), key=lambda block: block.block_id)
+
+
+def _has_sampled(request: Request) -> bool:
+    """Whether this engine has given a token of the answer. Then it had the KV of all tokens before."""
+    return int(request.num_output_tokens) > len(answered(request.sampling_params))
+
+
+def handed_over(request: Request) -> int:
+    """The number of tokens whose KV the handoff carries: the prompt, and what was answered before."""
+    return int(request.num_prompt_tokens) + len(answered(request.sampling_params))

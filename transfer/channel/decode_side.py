@@ -65,7 +65,7 @@ class DecodeSide:
         self._active_until = max(self._active_until, time.monotonic() + self._timings.nudged_s)
 
     def meet(self, peers: list[list[str]]) -> None:
-        """Only these replicas may write here: connect the new ones, disconnect others. Each is its workers' endpoints."""
+        """Only these replicas may write here: connect new ones, disconnect others. Each is a list of endpoints."""
         wanted = {endpoint for workers in peers for endpoint in self._sources(workers)} - {self._endpoint.address}
         busy = {endpoint for receiving in self._receiving.values() for endpoint in receiving.endpoints}
         for endpoint in self._endpoint.peers - wanted - busy:

@@ -70,7 +70,7 @@ class AnsweredRequests:
         self._read(request, [token])
 
     def _read(self, request: Request, tokens: list[int]) -> bool:
-        """False when the request's grammar forbids tokens that another engine's allowed. The request ends in an error."""
+        """False when the request's grammar forbids tokens that another engine allowed. The request then fails."""
         if self._scheduler.structured_output_manager.accept_tokens(request, tokens):
             return True
         logger.error("request %s: its grammar forbids what was answered elsewhere", request.request_id)

@@ -1,4 +1,4 @@
 """How KV blocks move from prefill memory into decode memory.
 
-Runs with torch and nixl alone, but for connector.py and what it alone imports.
+Runs with torch and nixl alone, except `vllm/`.
 """

@@ -1,4 +1,4 @@
-"""Which engine a pool's configuration asks for."""
+"""The engine that a pool's configuration asks for, and the environment it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
     pool = config.pools[identity.pool]
     engine = pool.engine
     if isinstance(engine, VllmEngineConfig):
-        from deployments.engine.vllm.engine import PullEngine, VllmEngine
+        from deployments.engine.vllm.engine import VllmEngine
+        from deployments.engine.vllm.pull import PullEngine
 
         kind = PullEngine if config.channel.kind == "vllm" else VllmEngine
         return kind(
@@ -64,11 +65,12 @@ def environment(config: BatonConfig, pool: str) -> dict[str, str]:
     if isinstance(engine, VllmEngineConfig):
         if not resources.num_gpus:
             if engine.enforce_eager:
-                # What vLLM compiles even so (log probabilities, split embeddings): 15 s each of a first request on CPU.
+                # vLLM compiles some functions even so (log probabilities, split embeddings). Each costs a first
+                # request on CPU 15 s.
                 variables["TORCH_COMPILE_DISABLE"] = "1"
             else:
-                # What vLLM 0.32 stores of a model compiled for CPU it cannot load, and it compiles again for minutes at
-                # every start. Without that, what torch stores itself is found.
+                # vLLM 0.32 cannot load what it stores of a model compiled for CPU, and would compile for minutes at
+                # every start. Without that store, it finds what torch stores itself.
                 variables["VLLM_USE_AOT_COMPILE"] = "0"
         variables |= {
             "OMP_NUM_THREADS": str(engine.omp_threads),
@@ -84,6 +86,6 @@ def environment(config: BatonConfig, pool: str) -> dict[str, str]:
 
 
 def offline(config: BatonConfig) -> dict[str, str]:
-    """A model that is here must not be looked for elsewhere."""
+    """Variables that keep vLLM from looking on the network for a model that is on this machine."""
     source = config.model.source
     return {"HF_HUB_OFFLINE": "1"} if source.startswith("bundled:") or Path(source).is_dir() else {}

@@ -1,4 +1,4 @@
-"""What a replica's prefix cache holds, and what of it the session manager was not told yet. Pure bookkeeping."""
+"""What a replica's prefix cache holds, and which changes the session manager has not been told yet. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deployments.messages import CacheChange
 class CacheLog:
     """The chained hashes of the blocks that are cached now. An engine without a prefix cache keeps an empty one.
 
-    The first change is a whole one, so that a receiver knows that it has seen everything since.
+    The first change is a whole one: a receiver knows by it that it has missed nothing.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class CacheLog:
         self._gained -= gone
 
     def clear(self) -> None:
-        """Nothing is cached, or it is not known any more what is."""
+        """Nothing is cached, or what is cached is not known any more."""
         self._cached.clear()
         self._is_told = False
 
     def change(self, whole: bool = False) -> CacheChange | None:
         """What changed since the last call, or with `whole` all there is. None: nothing changed.
 
-        Each change can be had once: a caller that could not deliver one asks for the whole.
+        Each change is given once. A caller that could not deliver one asks for the whole.
         """
         whole = whole or not self._is_told
         if not (whole or self._gained or self._lost):

@@ -1,4 +1,4 @@
-"""What vLLM says of its prefix cache, as the chained hashes that the cluster core makes of prompts.
+"""What vLLM reports of its prefix cache, as the chained hashes that the cluster core makes of prompts.
 
 The engine's process publishes an event for every block that it caches or evicts; blocks whose KV came from a peer are
 among them. vLLM names blocks by hashes of its own, so the tokens in the events are hashed again, our way.
@@ -20,7 +20,7 @@ from transfer.memory.blocks import chained_hashes
 logger = logging.getLogger("baton.engine")
 
 HIGH_WATER_MARK = 100_000
-"""Steps whose events wait here at most, for an engine whose cache nobody asks after; what is over that is a gap."""
+"""The most steps whose events wait to be taken. Later ones are dropped, which is noticed as a gap."""
 
 BlockName = int | bytes
 
@@ -61,9 +61,9 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 class Translator:
     """Keeps a CacheLog by vLLM's events.
 
-    vLLM may hold several copies of a block under one name, and tells of each; they count as one. Left out, because the
-    cluster core does not hash them either, are blocks that depend on more than tokens and an adapter (images, a cache
-    salt), and all that follow those; of models with several kinds of KV cache only the first counts.
+    vLLM may hold several copies of a block under one name, and reports each; they count as one. Blocks that depend on
+    more than tokens and an adapter (images, a cache salt) are left out, and so are the blocks that follow them: the
+    cluster core does not hash them either. Of a model with several kinds of KV cache only the first kind counts.
     """
 
     def __init__(self, block_size: int, log: CacheLog) -> None:
@@ -124,8 +124,8 @@ def _is_special(event: BlockStored) -> bool:
 class KVEvents:
     """Takes the events of one engine on this machine.
 
-    The engine's publisher connects to a port of the loopback interface, so that nobody off the machine can, and
-    nothing is left in the file system. `topic` is a secret between the two: what comes without it is dropped.
+    The engine's publisher connects to a port of the loopback interface. So no other machine can connect, and nothing is
+    left in the file system. `topic` is a secret between the two: a message without it is dropped.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -143,7 +143,7 @@ class KVEvents:
     def drain(self) -> None:
         """Enter what has come into `log`, without waiting. The first call with the publisher up subscribes.
 
-        After a gap in vLLM's numbers it is not known what is cached; what is cached from then on is known again.
+        After a gap in vLLM's numbers, what was cached before is not known any more; what is cached later is.
         """
         while True:
             try:

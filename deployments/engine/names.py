@@ -1,8 +1,8 @@
 """The names that vLLM gives sockets and shared memory while engines start, and leaves behind.
 
 Every engine would leave three files of sockets, however it ends; on CPU every worker of several its buffer in
-`/dev/shm`; and one that is killed the queues between its processes, 160 MiB and more. A name is needed until who looks
-for it has found it, which is when an engine has started.
+`/dev/shm`; and an engine that is killed would leave the queues between its processes, 160 MiB and more. A name is
+needed only until the engine's processes have found it, which is when the engine has started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from deployments.host.shared_memory import remove, shared_memory_of
 
 FOLDER = "VLLM_RPC_BASE_PATH"
 LONGEST = 107 - len("/baton-12345678") - len("/00000000-0000-0000-0000-000000000000")
-"""A socket's path has 107 bytes on Linux; ours is of a folder in this one, and vLLM names it with a UUID."""
+"""The longest path of a folder for temporary files that our sockets fit in: a socket's path has 107 bytes on Linux.
+
+Below that folder come our own folder and a UUID, by which vLLM names the socket."""
 
 _lock = threading.Lock()
 _starting = 0
@@ -29,8 +31,8 @@ _made = contextlib.ExitStack()
 def names_until_started() -> Iterator[None]:
     """A folder for the sockets of engines that this process starts.
 
-    It is gone once none is starting any more, and so are the names of the shared memory that engines have: an end, a
-    kill included, leaves nothing.
+    It is removed once no engine is starting any more, and so are the names of the engines' shared memory. An engine
+    that ends then leaves nothing, even when it is killed.
     """
     global _starting
     with _lock:
@@ -51,7 +53,7 @@ def names_until_started() -> Iterator[None]:
 
 
 def _temporary() -> str:
-    """Where temporary files go, or where Ray has its sockets if that is too deep for one."""
+    """The folder for temporary files, or where Ray has its sockets if that is too deep for a socket."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) <= LONGEST else "/tmp"
 

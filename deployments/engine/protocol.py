@@ -1,6 +1,6 @@
 """An engine core as Baton sees it: add a request, abort it, get outputs by step.
 
-The real one is `vllm.py`, the double `mock.py`; both pass tests/deployments/engine/test_contract.py.
+The real one is in `vllm/`, the double in `mock/`; both pass tests/deployments/engine/test_contract.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """News of an engine. `steps`: the steps that it tells of; none where nothing was computed."""
+    """News of an engine. `steps`: the steps that it reports; none where nothing was computed."""
 
     outputs: tuple[Output, ...]
     load: EngineLoad
@@ -86,7 +86,7 @@ class Engine(Protocol):
         """Add an encoded EngineCoreRequest. Raises EngineError when the engine is dead."""
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Abort requests; unknown ids are ignored. Blocks are free once no peer can write them any more."""
+        """Abort requests; unknown ids are ignored. Their blocks are free once no peer can write them any more."""
 
     async def step(self) -> Step:
         """Wait for the next step's outputs. Raises EngineError when the engine dies."""
@@ -103,7 +103,7 @@ class Engine(Protocol):
     def cache_change(self, whole: bool) -> CacheChange | None:
         """How the prefix cache changed since the last call, or with `whole` all of it; None when it did not.
 
-        The first change is a whole one. A change can be had once: ask for the whole when one was lost on its way.
+        The first change is a whole one. Each change is given once: ask for the whole when a change was lost.
         """
 
     async def counters(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Which processes there are, by what Linux says of each in `/proc`."""
+"""The processes of this machine, from Linux's `/proc`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def descendants(root: int) -> set[int]:
-    """Every process below `root`, itself excluded."""
+    """Every process below `root`, without `root`."""
     above, found = parents(), {root}
     while more := {pid for pid, parent in above.items() if parent in found} - found:
         found |= more

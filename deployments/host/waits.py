@@ -1,4 +1,4 @@
-"""Waits that end: for an event, or for a call as long as an event does not come first."""
+"""Waits that have an end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 async def set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, so long at most."""
+    """Wait for an event, at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 async def unless(event: asyncio.Event, call: Coroutine[Any, Any, T]) -> T | None:
-    """What a call answers; None when the event came before, and the call is cancelled."""
+    """The call's result. When the event comes first, the call is cancelled and the result is None."""
     asked, come = asyncio.ensure_future(call), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({asked, come}, return_when=asyncio.FIRST_COMPLETED)

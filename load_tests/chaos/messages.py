@@ -32,7 +32,8 @@ def disturbed(engine: Any, fault: str, draw: random.Random, delay_s: float) -> I
 
     The engine's own parts are wrapped, and as they were afterwards; what is delayed may arrive later than that.
     """
-    channel, tokens, loop = engine._channel, engine._tokens, asyncio.get_running_loop()
+    channel, tokens = engine._connections.channel, engine._connections.tokens
+    loop = asyncio.get_running_loop()
 
     def later(call: Callable[[], None]) -> None:  # on the channel's own thread, which is the only one that may send
         loop.call_soon_threadsafe(loop.call_later, delay_s * draw.random(), channel._do, call)

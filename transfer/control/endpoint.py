@@ -1,7 +1,7 @@
 """A worker's control endpoint: sealed messages to and from peers over ZeroMQ, used by one thread.
 
-The prefill side answers on the connection that decode opened, so a decode worker that loses it knows that the
-prefill process has gone: its kernel closed the socket. Connections never reconnect by themselves.
+The prefill side answers on the connection that decode opened. So a decode worker that loses its connection knows that
+the prefill process is gone: the kernel closed the socket. Connections never reconnect by themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from zmq.utils.monitor import recv_monitor_message
 from transfer.control.messages import MAX_BYTES, AnyMessage, Seal
 from transfer.control.seal import BadMessage
 
-MAX_SOCKETS = 60_000  # three a connection; ZeroMQ's own limit, 1023, is 341 peers
-TAKE_AT_ONCE = 1000  # of a connection, then others have their turn
+MAX_SOCKETS = 60_000  # a connection takes three; ZeroMQ's own limit of 1023 allows 341 peers
+TAKE_AT_ONCE = 1000  # messages taken from one connection before the others have their turn
 
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 
@@ -60,7 +60,7 @@ class Endpoint:
         self._poller.register(fileno, zmq.POLLIN)
 
     def poll(self, timeout_ms: int | None) -> list[Incoming | PeerGone]:
-        """Wait for something, then take what is there."""
+        """Wait for a message or an event at most `timeout_ms` (None: for ever), then take all there are."""
         self._poller.poll(timeout_ms)
         events: list[Incoming | PeerGone] = [PeerGone(address) for address in self._unreachable]
         self._unreachable.clear()
@@ -84,11 +84,11 @@ class Endpoint:
 
     @property
     def peers(self) -> set[str]:
-        """Endpoints that we are connected to."""
+        """The endpoints of the connected peers."""
         return set(self._peers)
 
     def connect(self, address: str) -> bool:
-        """Open a connection to a peer's endpoint; False when there was one, or when it is no address (see `poll`)."""
+        """Open a connection to a peer's endpoint. False when there is one, or the address is none (see `poll`)."""
         if address in self._peers:
             return False
         socket = self._context.socket(zmq.DEALER)
@@ -116,7 +116,7 @@ class Endpoint:
         return True
 
     def send(self, to: bytes | str, message: AnyMessage) -> None:
-        """Send to a connected peer or answer an identity; silently lost when the other side is gone."""
+        """Send to a connected peer, or answer an identity. The message is lost silently when the other side is gone."""
         frame = self._seal.pack(message)
         try:
             if isinstance(to, bytes):
@@ -128,7 +128,7 @@ class Endpoint:
                 raise
 
     def disconnect(self, address: str) -> None:
-        """Close a connection; what was queued on it is never sent."""
+        """Close a connection. Messages queued on it are never sent."""
         if peer := self._peers.pop(address, None):
             for readable in peer:
                 self._poller.unregister(readable)

@@ -52,8 +52,8 @@ ReceiverEffect = SendCancel | Received | Broken
 class Receiver:
     """The decode side. `needs_token`: whether the first token must arrive as well.
 
-    `writing`: the prefill workers that may still write: several where prefill and decode split the heads differently.
-    A sole one needs no name.
+    `writing`: the prefill workers that may still write. There are several where prefill and decode split the heads
+    differently; a single one needs no name.
     """
 
     needs_token: bool = True
@@ -64,7 +64,7 @@ class Receiver:
 
     @property
     def has_landed(self) -> bool:
-        """Nobody writes any more."""
+        """No peer writes any more."""
         return not self.writing
 
     def landed(self, source: str = "") -> list[ReceiverEffect]:
@@ -91,7 +91,7 @@ class Receiver:
         return self.failed("the prefill replica was lost", source)
 
     def cancel(self, reason: str) -> list[ReceiverEffect]:
-        """We do not want it any more: aborted, or out of time. Repeated, asks again: an answer may be lost."""
+        """The request is aborted or out of time. A repeated cancel asks the peers again: an answer may be lost."""
         if self.state is ReceiverState.FENCING:
             return [SendCancel()]
         if self.state is ReceiverState.DONE:
@@ -205,7 +205,7 @@ class Writer:
             self.written[write.layer] = min(self.written[write.layer], write.begin)
 
     def dropped(self, writes: int) -> list[WriterEffect]:
-        """So many writes were not begun and will not be, as the handoff is being stopped."""
+        """As the handoff is being stopped, this many writes were not begun and will not be."""
         if self.state is WriterState.OPEN or writes > self.in_flight:
             raise IllegalEvent("writes were dropped of a handoff that goes on")
         self.in_flight -= writes
@@ -230,7 +230,7 @@ class Writer:
         return self._settle()
 
     def stop(self, reason: str) -> list[WriterEffect]:
-        """Decode cancels, the deadline passed, or decode is gone: write no more."""
+        """Write no more: decode cancels, the deadline has passed, or decode is gone."""
         if self.state is WriterState.OPEN:
             self._fence(reason)
         elif self.state is WriterState.FAILED:

@@ -1,4 +1,4 @@
-"""Carries the first token from the prefill engine's scheduler to decode, past both engines' steps."""
+"""Sends the first token from the prefill engine's scheduler to decode, without waiting for either engine's step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transfer.control.messages import FirstToken, Seal
 
 logger = logging.getLogger("baton.transfer")
 
-CONNECTIONS = 256
-RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
+CONNECTIONS = 256  # kept open at most
+RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000  # the first pause before a new try to connect, and the longest
 
 
 class TokenSender:
     """Sends sealed messages to decode workers' endpoints. One thread only.
 
-    The `connections` used last are kept open. A worker that is gone is tried again ever more seldom, until `keep` is
-    told so, or others have taken its place.
+    The `connections` used last are kept open. A connection to a worker that is gone is tried again, at growing
+    intervals, until `keep` no longer lists the worker or other connections push it out.
     """
 
     def __init__(self, seal: Seal, connections: int = CONNECTIONS) -> None:
@@ -30,16 +30,16 @@ class TokenSender:
         self._known: set[str] = set()
 
     def keep(self, addresses: Collection[str]) -> None:
-        """The workers that there are: connections to those that were and are no more are closed.
+        """Only these workers exist. Connections to workers that are not listed any more are closed.
 
-        One that is not listed yet may be new, and is let go the next time.
+        A worker that was never listed may be new: its connection is closed at the next call if it is still unlisted.
         """
         for address in (self._sockets.keys() - set(addresses)) & self._known:
             self._sockets.pop(address).close()
         self._known = {*addresses, *self._sockets}
 
     def send(self, address: str, message: FirstToken) -> None:
-        """Send without waiting; what cannot be delivered is lost, and decode's deadline speaks."""
+        """Send without waiting. A token that cannot be delivered is lost; decode's deadline then ends the handoff."""
         try:
             self._socket(address).send(self._seal.pack(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # full, or no address

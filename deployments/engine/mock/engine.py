@@ -1,14 +1,15 @@
 """A paced double of the engine core, for tests of the control plane and for scale. It is no language model.
 
-It takes vLLM's requests and gives vLLM's outputs by step, with real blocks, real handoffs over a KV channel
-and a configured pace; its tokens are hashes of the KV that it finds in its blocks. It has no prefix cache. It imports
-no vLLM.
+It takes vLLM's requests and gives vLLM's outputs by step, with real blocks, real handoffs over a KV channel and a
+configured pace. Its tokens are hashes of the KV that it finds in its blocks. It has no prefix cache, and imports no
+vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import numpy as np
 
 from configs.schema import MockEngineConfig
 from deployments.engine.cache_log import CacheLog
+from deployments.engine.mock.connections import Connections
 from deployments.engine.mock.memory import KV_BYTES, MockMemory
 from deployments.engine.mock.scheduler import MockScheduler, Plan
 from deployments.engine.mock.sequence import Sequence
@@ -28,16 +30,14 @@ from deployments.engine.mock.wire import FinishReason, decode_request, encode_ou
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.prompt_share import prompt_share
-from transfer.channel.channel import Channel
-from transfer.control.messages import FirstToken, Seal
-from transfer.control.token_sender import TokenSender
+from transfer.control.messages import FirstToken
 from transfer.memory.blocks import blocks_for
 from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.plane import Plane
 
-POLL_S = 0.002  # the channel does not wake an asyncio loop: ask it, while it has something to tell
-QUIET_WAIT_S = 30.0
-IDLE_TOKEN = 1000  # of an engine that computes nothing: an ordinary word
+POLL_S = 0.002  # the pause between two looks at the channel, which does not wake an asyncio loop
+PREEMPTION_WAIT_S = 30.0  # the longest wait for writes that still read the blocks of a preempted prefill
+IDLE_TOKEN = 1000  # every token of an engine that computes nothing: an ordinary word
 
 
 class MockEngine:
@@ -61,20 +61,20 @@ class MockEngine:
         plane: Plane | None = None,
     ) -> None:
         self._config, self._role, self._max_model_len = config, role, max_model_len
-        self._fingerprint, self._secret, self._host = fingerprint, secret, host
-        self._handoff_timeout_s = handoff_timeout_s
-        self._plane = plane or InProcessPlane(f"{replica_id}-{uuid.uuid4().hex[:8]}")
-        self._chunk_tokens = prompt_share(role, config.max_num_batched_tokens, config.max_num_seqs)
-        self._scheduler = MockScheduler(config, self._chunk_tokens)
+        self._fingerprint = fingerprint
+        chunk_tokens = prompt_share(role, config.max_num_batched_tokens, config.max_num_seqs)
+        self._scheduler = MockScheduler(config, chunk_tokens)
         self._memory = MockMemory(config.num_layers, config.num_blocks, config.block_size, config.seed)
+        plane = plane or InProcessPlane(f"{replica_id}-{uuid.uuid4().hex[:8]}")
+        layout = self._memory.layout({"fingerprint": fingerprint})
+        self._connect = functools.partial(Connections.open, role, plane, layout, secret, host, handoff_timeout_s)
+        self._connections: Connections  # from `start` on
         self._inbox: deque[Sequence | str] = deque()
         self._wake = asyncio.Event()
         self._steps: asyncio.Queue[Step | None] = asyncio.Queue()
         self._counts = {"computed_tokens": 0.0, "loaded_tokens": 0.0, "generated_tokens": 0.0}
         self._last_load = EngineLoad()
         self._cache = CacheLog()
-        self._channel: Channel
-        self._tokens: TokenSender
         self._task: asyncio.Task[None] | None = None
 
     # ---- the engine protocol
@@ -83,9 +83,7 @@ class MockEngine:
         config = self._config
         if blocks_for(self._max_model_len, config.block_size) > config.num_blocks:
             raise EngineError(f"{config.num_blocks} blocks do not hold {self._max_model_len} tokens")
-        seal, layout = Seal(self._secret), self._memory.layout({"fingerprint": self._fingerprint})
-        self._channel = Channel(self._plane, layout, seal, self._host, self._handoff_timeout_s)
-        self._tokens = TokenSender(seal)
+        self._connections = self._connect()
         self._task = asyncio.create_task(self._run(), name="baton-mock-engine")
         self._task.add_done_callback(lambda _: self._steps.put_nowait(None))
         return EngineInfo(
@@ -94,8 +92,8 @@ class MockEngine:
             total_blocks=config.num_blocks,
             max_sessions=config.max_num_seqs,
             max_model_len=self._max_model_len,
-            endpoints=(self._channel.address,),
-            chunk_tokens=self._chunk_tokens,
+            endpoints=(self._connections.channel.address,),
+            chunk_tokens=self._scheduler.prompt_tokens,
             kv_bytes_per_token=config.num_layers * KV_BYTES,
             prior=(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0),
         )
@@ -129,11 +127,7 @@ class MockEngine:
         return encode_outputs(payloads)
 
     async def meet(self, peers: Many[tuple[str, ...]]) -> None:
-        listed = [list(workers) for workers in peers]
-        self._channel.keep(listed)
-        self._tokens.keep([workers[0] for workers in peers])
-        if self._role is Role.DECODE:
-            self._channel.meet(listed)
+        self._connections.meet(peers)
 
     def cache_change(self, whole: bool) -> CacheChange | None:
         return self._cache.change(whole)
@@ -141,15 +135,14 @@ class MockEngine:
     async def counters(self) -> dict[str, float]:
         if self._task is None:
             return {}
-        return self._channel.counters() | self._counts | {"preemptions": self._scheduler.preemptions}
+        return self._connections.channel.counters() | self._counts | {"preemptions": self._scheduler.preemptions}
 
     async def shutdown(self) -> None:
         if self._task is None:
             return
         self._task.cancel()
         await asyncio.wait([self._task])
-        await asyncio.to_thread(self._channel.close)
-        self._tokens.close()
+        await self._connections.close()
 
     def _check_alive(self) -> None:
         if self._task is None:
@@ -181,14 +174,14 @@ class MockEngine:
             elif sequence := self._scheduler.abort(item):
                 handoff = sequence.request.handoff
                 if handoff is not None and sequence.sends:
-                    self._channel.ended(handoff.key, item, False)
+                    self._connections.channel.ended(handoff.key, item, False)
                 elif handoff is not None and item in self._scheduler.loading:
-                    self._channel.cancel(handoff.key, "the request was aborted")
+                    self._connections.channel.cancel(handoff.key, "the request was aborted")
 
     def _take_results(self) -> list[Output]:
         if not self._scheduler.has_handoffs:
             return []
-        results = self._channel.take_results()
+        results = self._connections.channel.take_results()
         for request_id in results.released:
             self._scheduler.release(request_id)
         for request_id, token in results.received.items():
@@ -197,7 +190,7 @@ class MockEngine:
         return [sequence.output([], FinishReason.ERROR) for sequence in failed if not sequence.is_over]
 
     def _loaded(self, sequence: Sequence, token: int | None) -> None:
-        """The prompt's KV is here: go on behind it, with prefill's token as the first of the answer."""
+        """The prompt's KV is here: go on after it, with prefill's token as the first of the answer."""
         if sequence.is_over:
             return
         assert token is not None, "the only rank carries the first token"
@@ -210,14 +203,14 @@ class MockEngine:
 
     async def _execute(self, plan: Plan) -> tuple[list[Output], tuple[StepSample, ...]]:
         keys = [s.request.handoff.key for s in plan.preempted if s.sends and s.request.handoff]
-        if keys and not await asyncio.to_thread(self._channel.wait_quiet, keys, QUIET_WAIT_S):
+        if keys and not await asyncio.to_thread(self._connections.channel.wait_quiet, keys, PREEMPTION_WAIT_S):
             raise EngineError("writes of a preempted prefill did not end; its blocks cannot be reused safely")
         if self._config.computes:
             self._memory.scrub(plan.fresh)
         for sequence in plan.offers:
             if handoff := sequence.request.handoff:
                 peers, blocks = list(handoff.peers), list(sequence.blocks)
-                self._channel.offer(handoff.key, sequence.request_id, peers, 0, blocks, needs_token=True)
+                self._connections.channel.offer(handoff.key, sequence.request_id, peers, 0, blocks, needs_token=True)
         if not plan.work:
             return [], ()
         clock = asyncio.get_running_loop().time
@@ -227,13 +220,13 @@ class MockEngine:
         return outputs, (replace(step, seconds=clock() - began_s),)
 
     async def _compute(self, work: list[tuple[Sequence, int]]) -> None:
-        """Write the step's KV at the configured pace, layer by layer where somebody waits for layers."""
+        """Write the step's KV at the configured pace, layer by layer where a handoff takes layers."""
         layers = self._config.num_layers
         write = self._layers_of(work) if self._config.computes else None
         chunks = [chunk for sequence, count in work if (chunk := sequence.chunk(count))]
         prefill = sum(n for s, n in work if n > 1 or s.computed < s.prompt_tokens)
         step_s = self._config.step_s + prefill / self._config.prefill_tokens_per_s
-        self._channel.begin_step(chunks)
+        self._connections.channel.begin_step(chunks)
         if not chunks:
             await asyncio.sleep(step_s)
         for layer in range(layers):
@@ -241,11 +234,11 @@ class MockEngine:
                 await asyncio.sleep(step_s / layers)
             if write is not None:
                 write(layer)
-            self._channel.layer_saved(layer)
-        self._channel.end_step()
+            self._connections.channel.layer_saved(layer)
+        self._connections.channel.end_step()
 
     def _layers_of(self, work: list[tuple[Sequence, int]]) -> Callable[[int], None]:
-        """What writes one layer of the step's KV."""
+        """A function that writes one layer of the step's KV."""
         memory = self._memory
         hashes, slots = [], []
         for sequence, count in work:
@@ -263,7 +256,7 @@ class MockEngine:
         return self._memory.next_token(sequence.blocks, sequence.computed, seed)
 
     def _advance(self, sequence: Sequence, count: int) -> Output | None:
-        """Note what a step computed of a request, and sample when that was all there is."""
+        """Note what a step computed of a request, and sample a token when everything is computed."""
         before, prompt = sequence.computed, sequence.prompt_tokens
         sequence.computed += count
         self._counts["computed_tokens"] += min(sequence.computed, prompt) - min(before, prompt)
@@ -274,11 +267,11 @@ class MockEngine:
         self._counts["generated_tokens"] += 1
         handoff = sequence.request.handoff
         if handoff is not None and sequence.sends and sequence.computed == prompt:
-            self._tokens.send(handoff.peers[0], FirstToken(*handoff.key, token))
+            self._connections.tokens.send(handoff.peers[0], FirstToken(*handoff.key, token))
         if output.finished:
             self._scheduler.finish(sequence)
             if handoff is not None and sequence.sends:
-                self._channel.ended(handoff.key, sequence.request_id, True)
+                self._connections.channel.ended(handoff.key, sequence.request_id, True)
         return output
 
     async def _publish(self, outputs: list[Output], steps: tuple[StepSample, ...]) -> None:

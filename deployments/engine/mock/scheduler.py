@@ -39,11 +39,13 @@ class Plan:
 
 
 class MockScheduler:
-    """Owns every sequence and every block of one mock engine. `prompt_tokens`: of one request that a step takes while
-    there are other requests."""
+    """Owns every sequence and every block of one mock engine.
+
+    `prompt_tokens`: the most prompt tokens of one request in a step while there are other requests.
+    """
 
     def __init__(self, config: MockEngineConfig, prompt_tokens: int) -> None:
-        self._config, self._prompt_tokens = config, prompt_tokens
+        self._config, self.prompt_tokens = config, prompt_tokens
         self._free = deque(range(config.num_blocks))
         self._sequences: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
@@ -113,7 +115,7 @@ class MockScheduler:
         plan = Plan()
         budget = self._config.max_num_batched_tokens
         has_others = len(self.running) + len(self.waiting) + len(self.loading) > 1
-        most = self._prompt_tokens if has_others else budget
+        most = self.prompt_tokens if has_others else budget
         for sequence in list(self.running):
             if budget and sequence not in plan.preempted:
                 count = min(budget, most, len(sequence.tokens) - sequence.computed)
@@ -143,7 +145,7 @@ class MockScheduler:
             budget -= count
 
     def _grow(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
-        """Make room for `tokens` tokens, if need be at the cost of the newest; False when that is itself."""
+        """Make room for `tokens` tokens, preempting the newest request if need be; False when that is this one."""
         while not self._allocate(sequence, tokens, plan):
             newest = self.running.pop()
             newest.computed, newest.chain = 0, 0

@@ -13,7 +13,7 @@ from transfer.channel.layers import Chunk
 class Sequence:
     """`tokens`: prompt and answer, of which the first `computed` have KV in `blocks`; `chain`: their hash.
 
-    `generated`: tokens of the answer, whoever sampled them.
+    `generated`: the number of tokens of the answer, those that another engine sampled included.
     """
 
     request: Request
@@ -36,7 +36,7 @@ class Sequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """What there is to compute before the first token: the prompt, and what was answered elsewhere."""
+        """How many tokens to compute before the first new one: the prompt, and what was answered elsewhere."""
         return len(self.request.prompt_token_ids) + len(self.request.answered)
 
     @property

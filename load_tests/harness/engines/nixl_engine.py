@@ -41,12 +41,12 @@ class NixlEngine(VllmEngine):
         return KVTransferConfig(
             kv_connector=self._connector,
             kv_connector_module_path="load_tests.harness.engines.nixl_connectors",
-            kv_role=self._kv_role,
+            kv_role=self._arguments.kv_role,
             kv_load_failure_policy="fail",
             engine_id=self.name,
             kv_buffer_device="cpu",
             kv_connector_extra_config={
-                "trace_dir": self._channel.trace_dir,
+                "trace_dir": self._arguments.channel.trace_dir,
                 "trace_name": self.name,
                 "side_channel_port": self.port,
                 "engine_ttl": ENGINE_TTL_S,  # a pause must not cost a handshake

@@ -259,7 +259,7 @@ async def test_a_dead_channel_is_a_dead_engine(make_pair: Callable[..., Any]) ->
         engine = pair.decode.engine
         await engine.add(pair.decode._encode("r", pair.prompt(9), pair.part(Role.DECODE, "s")))
         await pair.prefill.until_counter(lambda c: c["open_writing"] == 1)
-        engine._channel._do(lambda: 1 / 0)
+        engine._connections.channel._do(lambda: 1 / 0)
         await asyncio.wait_for(pair.decode._pump, 60)
         with pytest.raises(EngineError) as caught:
             await engine.step()

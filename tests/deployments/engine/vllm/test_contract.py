@@ -1,4 +1,4 @@
-"""What `deployments/engine/vllm/engine.py`, `cluster_core.py` and `transfer/vllm/connector.py` rely on in vLLM.
+"""What `deployments/engine/vllm`, `deployments/cluster` and `transfer/vllm` rely on in vLLM.
 
 No engine is started: when a new vLLM moves something, one of these names it.
 """
@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from vllm.config import KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -53,9 +55,12 @@ from deployments.cluster.engine_request import FINISH, traits
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvents
 from deployments.engine.names import FOLDER, names_until_started
 from deployments.engine.protocol import EngineError
-from deployments.engine.vllm.engine import IN_PROCESS, NixlConnector, VllmEngine
+from deployments.engine.vllm.arguments import IN_PROCESS
+from deployments.engine.vllm.engine import VllmEngine
+from deployments.engine.vllm.pull import PullEngine
+from deployments.engine.vllm.pull_connector import NixlConnector, PullWorker
 from deployments.messages import Role
-from transfer.vllm.connector import BatonConnector
+from transfer.vllm.connector import BatonConnector, WorkerExtension
 from transfer.vllm.continued_answer import AnsweredRequests
 from transfer.vllm.scheduler_side import take_ascending
 
@@ -98,6 +103,29 @@ async def test_compiling_on_cpu_without_a_compiler_is_said_before_anything_start
     )
     with pytest.raises(EngineError, match=r"needs a C\+\+ compiler"):
         await engine.start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "connector", "extension"),
+    [(VllmEngine, BatonConnector, WorkerExtension), (PullEngine, NixlConnector, PullWorker)],
+)
+def test_the_paths_that_vllm_is_given_name_our_classes(
+    kind: type[VllmEngine], connector: type, extension: type
+) -> None:
+    engine = kind(
+        VllmEngineConfig(),
+        BatonModel(),
+        ChannelConfig(),
+        model_path="",
+        role=Role.DECODE,
+        replica_id="",
+        secret="",
+        host="",
+    )
+    assert KVConnectorFactory.get_connector_class(engine._transfer()) is connector
+    assert resolve_obj_by_qualname(kind._worker_extension) is extension
+    assert NixlConnector.__name__ == "NixlConnector", "vLLM prepares the caches of some models by this name"
+    engine._events.close()
 
 
 def test_workers_answer_whether_they_are_well() -> None:

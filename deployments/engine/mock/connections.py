@@ -1,0 +1,42 @@
+"""How a mock engine reaches other engines: the KV channel, and the sender of first tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deployments.messages import Role
+from transfer.channel.channel import Channel
+from transfer.control.messages import Seal
+from transfer.control.token_sender import TokenSender
+from transfer.memory.layout import KVLayout
+from transfer.memory.plane import Plane
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """Open from its making until `close`."""
+
+    role: Role
+    channel: Channel
+    tokens: TokenSender
+
+    @classmethod
+    def open(cls, role: Role, plane: Plane, layout: KVLayout, secret: str, host: str, timeout_s: float) -> Connections:
+        """`timeout_s`: the time from an offer of blocks until their KV must be there."""
+        seal = Seal(secret)
+        return cls(role, Channel(plane, layout, seal, host, timeout_s), TokenSender(seal))
+
+    def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
+        """Only these replicas exchange KV with this one, each the endpoints of its workers by rank."""
+        listed = [list(workers) for workers in peers]
+        self.channel.keep(listed)
+        self.tokens.keep([workers[0] for workers in peers])
+        if self.role is Role.DECODE:
+            self.channel.meet(listed)
+
+    async def close(self) -> None:
+        """Close both; the channel's thread has then ended."""
+        await asyncio.to_thread(self.channel.close)
+        self.tokens.close()

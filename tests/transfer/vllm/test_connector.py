@@ -23,7 +23,7 @@ from transfer.vllm.worker_side import WorkerSide
 BLOCK_SIZE, BLOCKS, LAYERS = 4, 16, 2
 PROMPT = [11, 12, 13, 14, 15, 16]
 SOURCE, TARGET = [3, 5], [9, 2]
-EXTRA = {
+EXTRA: dict[str, Any] = {
     "facts": {},
     "replica_id": "r",
     "backend": "",

@@ -60,7 +60,8 @@ def test_input_of_the_engine_ends_it_and_stays_in_the_queue() -> None:
 
 
 def test_news_ends_it_and_a_wake_without_news_does_not() -> None:
-    engine, news = Engine(), []
+    engine = Engine()
+    news: list[int] = []
     sleeper = Sleeper(engine.idle_sleep, news)
     assert sleeper.looks()
     engine.idle_sleep.wake()

@@ -1,0 +1,69 @@
+"""The policies to compare with: each picks by its own rule among the replicas that fit."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from deployments.fleet.columns import ReplicaView
+from deployments.fleet.view import FleetView
+from deployments.messages import ReplicaInfo, Role, SessionRequest
+from deployments.policy.placement.baselines import POLICIES, OneByOne, RoundRobin
+from deployments.policy.placement.estimates import Knowledge
+from deployments.policy.placement.field import Field, PlacementSettings
+
+LOADS = {"d0": (10, 5, 2000.0), "d1": (80, 1, 100.0), "d2": (10, 3, 500.0)}
+
+
+def field(hits: dict[str, int] | None = None) -> Field:
+    rows = [
+        ReplicaView(
+            ReplicaInfo(name, "small", Role.DECODE, "node", "engine", 16, 1000, 64, 8192),
+            free,
+            sessions,
+            0,
+            held_tokens=held,
+        )
+        for name, (free, sessions, held) in LOADS.items()
+    ]
+    rows.append(ReplicaView(ReplicaInfo("p0", "prefill", Role.PREFILL, "node", "other", 16, 100, 8, 8192), 50, 0, 0))
+    knowledge = Knowledge(hits=hits or {})
+    request = SessionRequest("a", 320, 100)
+    return Field(request, FleetView(tuple(rows)), PlacementSettings(), knowledge, random.Random(0), (1e9, 1e9))
+
+
+def picks(name: str, count: int = 60, hits: dict[str, int] | None = None) -> Counter[str]:
+    policy, here = POLICIES[name](), field(hits)
+    columns = here.columns(Role.DECODE)
+    chosen = (policy.alone(here, Role.DECODE, columns.ready).owner for _ in range(count))
+    return Counter(columns.info(row).replica_id for row in chosen)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("least_tokens", {"d1"}), ("overlap_cost", {"d1"}), ("prefix_affinity", {"d1"}), ("power_of_two", {"d1", "d2"})],
+)
+def test_loaded_replicas_are_avoided(policy: str, expected: set[str]) -> None:
+    assert picks(policy).keys() == expected
+
+
+def test_round_robin_takes_each_in_its_turn() -> None:
+    assert picks("round_robin", 6) == {"d0": 2, "d1": 2, "d2": 2}
+
+
+def test_weighted_round_robin_follows_free_blocks() -> None:
+    assert picks("weighted_round_robin", 100)["d1"] > 60
+
+
+def test_a_cached_prefix_draws_a_request_to_a_replica_that_is_not_far_busier() -> None:
+    assert picks("prefix_affinity", 3, {"d2": 10}) == {"d2": 3}
+    assert picks("prefix_affinity", 3, {"d0": 10}) == {"d1": 3}, "d0 is far busier than the others"
+
+
+def test_a_pair_has_one_engine() -> None:
+    here = field()
+    assert OneByOne(RoundRobin()).pair(here, here.columns(Role.DECODE).ready, here.columns(Role.PREFILL).ready) is None
+    assert np.isinf(OneByOne(RoundRobin()).at_least(here, Role.DECODE, here.columns(Role.DECODE).ready))

@@ -1,0 +1,70 @@
+"""The decider: early refusals by the class, with the numbers they were made by."""
+
+from __future__ import annotations
+
+import random
+
+from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
+from deployments.fleet.columns import ReplicaView
+from deployments.fleet.view import FleetView
+from deployments.messages import Admit, Mode, Queue, Reject, ReplicaInfo, Role, SessionRequest
+from deployments.policy.decider import Decider, OpenSession, Tried, settings_of
+from deployments.policy.placement.estimates import Knowledge
+
+TRUSTED = Knowledge(trusted=frozenset({"decode-small"}))
+SHORT = Queue("KV blocks are short")
+
+
+def config(**placement: object) -> BatonConfig:
+    pool = PoolConfig(engine=MockEngineConfig(block_size=16))
+    classes = {"default": ClassConfig(ttft_s=1.0)}
+    return BatonConfig(
+        prefill=pool,
+        decode={"small": pool.model_copy(update={"max_prompt_tokens": 1000})},
+        placement=PlacementConfig(classes=classes, default_class="default", **placement),  # type: ignore[arg-type]
+    )
+
+
+def decider(**placement: object) -> Decider:
+    return Decider(config(**placement), random.Random(0))
+
+
+def session(attempt: int = 1, tokens: int = 160) -> OpenSession:
+    request = SessionRequest("a", tokens, 160, (Mode.DECODE_LOCAL,), attempt=attempt)
+    return OpenSession(request, TRUSTED, since_s=0.0)
+
+
+def view(free_blocks: int) -> FleetView:
+    info = ReplicaInfo("d0", "decode-small", Role.DECODE, "node", "engine", 16, 1000, 8, 4096)
+    return FleetView((ReplicaView(info, free_blocks, 0, 0),), known=(info,))
+
+
+def test_settings_have_limits_only_for_pools_that_the_configuration_limits() -> None:
+    settings = settings_of(config())
+    assert settings.limits.keys() == {"decode-small"}
+    assert settings.limits["decode-small"].max_prompt_tokens == 1000
+
+
+def test_a_request_that_has_waited_longer_than_its_class_allows_is_refused() -> None:
+    deciding = decider()
+    assert deciding.try_again(session(), view(0), Tried(), 0.5, 2.0) == Queue(
+        "KV blocks are short: 20 needed, at most 0 free on a decode replica"
+    )
+    late = deciding.try_again(session(), view(0), Tried(), 100.0, 2.0)
+    assert isinstance(late, Reject)
+    assert (late.code, late.retry_after_s) == ("predicted_ttft", 2.0)
+    assert isinstance(deciding.try_again(session(attempt=2), view(0), Tried(), 100.0, 2.0), Queue)
+    assert isinstance(deciding.try_again(session(), view(100), Tried(), 0.5, 2.0), Admit)
+
+
+def test_a_request_is_refused_when_the_wait_behind_others_is_predicted_to_be_too_long() -> None:
+    deciding = decider()
+    assert deciding.refuse_queueing(session(), 1000) is None, "no rate is known yet"
+    for now_s in range(5):
+        deciding.placed_from_queue(float(now_s))
+    assert deciding.refuse_queueing(session(), 0) is None
+    refusal = deciding.refuse_queueing(session(), 10)
+    assert refusal is not None
+    assert "predicted wait 10.0 s behind 10 others" in refusal.reason
+    assert deciding.refuse_queueing(session(attempt=2), 10) is None
+    assert decider(admission=False).refuse_queueing(session(), 10) is None

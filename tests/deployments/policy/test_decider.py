@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
 from deployments.fleet.columns import ReplicaView
@@ -15,17 +16,17 @@ TRUSTED = Knowledge(trusted=frozenset({"decode-small"}))
 SHORT = Queue("KV blocks are short")
 
 
-def config(**placement: object) -> BatonConfig:
+def config(**placement: Any) -> BatonConfig:
     pool = PoolConfig(engine=MockEngineConfig(block_size=16))
     classes = {"default": ClassConfig(ttft_s=1.0)}
     return BatonConfig(
         prefill=pool,
         decode={"small": pool.model_copy(update={"max_prompt_tokens": 1000})},
-        placement=PlacementConfig(classes=classes, default_class="default", **placement),  # type: ignore[arg-type]
+        placement=PlacementConfig(classes=classes, default_class="default", **placement),
     )
 
 
-def decider(**placement: object) -> Decider:
+def decider(**placement: Any) -> Decider:
     return Decider(config(**placement), random.Random(0))
 
 

@@ -53,6 +53,6 @@ def test_a_placed_prompt_is_expected_where_it_is_not_cached_and_its_affinity_is_
     assert (known.hits, known.pinned, known.link_bytes_per_s) == ({"d0": 2}, frozenset(), 1e9)
     predictors.placed(request, {"d0"}, known.hits, 0.0)
     again = predictors.knowledge(request)
-    assert (again.hits, again.pinned) == ({"d0": 4}, {"d0"})
+    assert (again.hits, again.pinned) == ({"d0": 4}, frozenset({"d0"}))
     assert predictors.index.expected == 2
     assert predictors.describe()["index_blocks"] == 2

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.request_identity import request_context
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
+from deployments.manager.calls import Manager, Ready, Status
 
 CONTROL_TIMEOUT_S = 2.0
 BODY_TIMEOUT_S = 60.0
@@ -24,18 +25,6 @@ REQUEST_ID = b"x-request-id"
 _MAX_REQUEST_ID = 128
 
 logger = logging.getLogger(__name__)
-
-
-class ControlPort(Protocol):
-    """What the HTTP side asks of the control plane. Either call may raise. An answer after 2 s counts as none."""
-
-    async def ready(self) -> dict[str, Any]:
-        """`{"ready": bool, "pools": {name: {"ready": bool, "replicas": [...]}}}`."""
-        ...
-
-    async def status(self) -> dict[str, Any]:
-        """An object that JSON can hold."""
-        ...
 
 
 class Gateway:
@@ -50,14 +39,14 @@ class Gateway:
         self,
         inner: ASGIApp,
         config: IngressConfig,
-        port: ControlPort,
+        manager: Manager,
         echo_request_id: bool = True,
         observe: Callable[[RequestContext, int], None] = lambda context, status: None,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner = inner
         self._config = config
-        self._port = port
+        self._manager = manager
         self._echo = echo_request_id
         self._observe = observe
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
@@ -81,13 +70,13 @@ class Gateway:
         return Answer(200, {"status": "alive"})
 
     async def _ready(self) -> Answer:
-        state, _ = await _ask(self._port.ready())
+        state, _ = await _ask(self._manager.ask(Ready()))
         pools = state.get("pools") or {}
         ready = bool(pools) and all(pool.get("ready") for pool in pools.values())
         return Answer(200 if ready else 503, {"pools": {}, **state, "ready": ready})
 
     async def _status(self) -> Answer:
-        state, answered = await _ask(self._port.status())
+        state, answered = await _ask(self._manager.ask(Status()))
         return Answer(200 if answered else 503, {**state, "ingress": self.counters})
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:

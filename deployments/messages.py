@@ -210,15 +210,23 @@ class ReportAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What is taken on one replica. `held`: what its `sessions` hold there or are promised, summed."""
+
+    info: ReplicaInfo
+    sessions: int
+    held: Reservation
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerView:
     """What the session manager knows of the replicas that it would place on, for the time when it is away.
 
-    `life`: a new value after each restart. `snapshots`: one of each replica; what is reserved there, or in use, is one
-    sum, as if it belonged to one session.
+    `life`: a new value after each restart of the manager.
     """
 
     life: str
-    snapshots: tuple[ReplicaSnapshot, ...]
+    replicas: tuple[Occupancy, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from configs import schema
 from configs.reference import HEADINGS
+from deployments.manager.calls import Status
 from deployments.manager.manager import SessionManager
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,7 +186,7 @@ def test_every_counter_of_a_replica_is_in_the_table() -> None:
 
 async def test_every_field_of_the_status_is_in_the_table() -> None:
     args = yaml.safe_load((ROOT / "configs/mock.yaml").read_text())["applications"][0]["args"]
-    status = await SessionManager(schema.BatonConfig.model_validate(args)).status()
+    status = await SessionManager(schema.BatonConfig.model_validate(args)).ask(Status())
     fields = set(table("reference/metrics.md", "`GET /baton/status`"))
     written = {re.split(r"[.`]", field)[0] for field in fields}
     assert {"pools", "promises"} <= status.keys()

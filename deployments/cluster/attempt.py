@@ -36,7 +36,8 @@ from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import Timings
 from deployments.errors import HandoffFailed, ReplicaGone, ReplicaLost, SessionError
 from deployments.host.waits import set_within, unless
-from deployments.manager.port import Manager
+from deployments.manager import calls
+from deployments.manager.calls import Manager
 from deployments.messages import (
     MANAGER_RETIRES,
     Handoff,
@@ -117,7 +118,7 @@ class Attempt:
             self._left, self._answer.context, means.handoff, means.block_size, self._answer.session_id
         )
         give_up_s = time.monotonic() + timings.budget_wait_s
-        while isinstance(decision := await unless(self.over, means.manager.open(request)), Reject):
+        while isinstance(decision := await unless(self.over, means.manager.ask(calls.Open(request))), Reject):
             if decision.code not in (RETRY_BUDGET, MANAGER_RETIRES) or time.monotonic() > give_up_s:
                 raise refusal(decision)
             await set_within(self.over, decision.retry_after_s or timings.pause_s)

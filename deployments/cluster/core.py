@@ -29,7 +29,7 @@ from deployments.cluster.silence import SilenceWatch
 from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.errors import SessionError
-from deployments.manager.port import Manager
+from deployments.manager.calls import Manager
 from deployments.messages import Handoff
 from deployments.output_stream import OutputReceiver
 

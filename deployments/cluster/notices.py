@@ -14,7 +14,8 @@ from typing import Any
 from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import Timings
 from deployments.errors import Unavailable
-from deployments.manager.port import Manager
+from deployments.manager import calls
+from deployments.manager.calls import Manager
 from deployments.messages import Placement
 
 logger = logging.getLogger("baton.core")
@@ -28,12 +29,12 @@ class Notices:
 
     def prefill_done(self, placement: Placement) -> None:
         """The prompt is computed: the replica that did it has that much less to do."""
-        told = self._manager.prefill_done(placement.session_id, placement.epoch)
+        told = self._manager.ask(calls.PrefillDone(placement.session_id, placement.epoch))
         self._tasks.own(self._tell(told), "prefill-done")
 
     def replica_lost(self, replica_id: str, gone: bool = False) -> asyncio.Task[None]:
         """A replica does not answer. `gone`: Serve has taken it out. Await the task before placing again."""
-        return self._tasks.own(self._tell(self._manager.lost(replica_id, gone)), "lost")
+        return self._tasks.own(self._tell(self._manager.ask(calls.Lost(replica_id, gone))), "lost")
 
     async def close(self, placement: Placement, outcome: str, output_tokens: int, ended: bool) -> None:
         """A placement is over, and its reservations can be released.
@@ -41,16 +42,16 @@ class Notices:
         `ended`: its owner has said that it holds nothing of it any more.
         """
         key = (placement.session_id, placement.epoch)
-        await self._tell(self._manager.close(*key, outcome, output_tokens, ended))
+        await self._tell(self._manager.ask(calls.Close(*key, outcome, output_tokens, ended)))
 
     async def withdraw(self, session_id: str, outcome: str) -> None:
         """A session ended whose last placement is not known here: the manager may have placed it all the same."""
-        await self._tell(self._manager.close(session_id, 0, outcome))
+        await self._tell(self._manager.ask(calls.Withdraw(session_id, outcome)))
 
     async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
         """Those of the replicas that the manager has not heard of for too long; none when it cannot be asked."""
         try:
-            return await asyncio.wait_for(self._manager.silent(tuple(replica_ids)), self._timeout_s)
+            return await asyncio.wait_for(self._manager.ask(calls.Silent(tuple(replica_ids))), self._timeout_s)
         except (Unavailable, TimeoutError) as error:
             logger.warning("the session manager cannot be asked: %r", error)
             return ()

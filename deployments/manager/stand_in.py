@@ -1,9 +1,9 @@
-"""Who places an ingress's sessions while the session manager is away: the ingress itself, by the last view it has.
+"""Places an ingress's sessions while the session manager is away: the ingress does it itself, by the last view it has.
 
 `StandIn` goes between the cluster core and the manager. It keeps one call to the manager open, which brings a view of
 the fleet every second and breaks when the manager dies. While the manager is away, a session manager in this process
-takes its place, filled with that view and with this ingress's own sessions; it lives for that one absence. What it
-places the replicas report with the rest, so the manager counts it when it is back.
+takes its place. It is filled with that view and with this ingress's own sessions, and lives for that one absence. The
+replicas report what it places with the rest, so the manager counts it when it is back.
 """
 
 from __future__ import annotations
@@ -14,51 +14,70 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from operator import add, sub
-from typing import Any
+from typing import Any, cast
 
 from configs.schema import BatonConfig
 from deployments.errors import Unavailable
-from deployments.fleet.ledger import Promise
 from deployments.host.waits import set_within, unless
+from deployments.manager.calls import (
+    A,
+    Adopt,
+    Answer,
+    AnyCall,
+    Call,
+    Close,
+    Lost,
+    Manager,
+    Notice,
+    Open,
+    PrefillDone,
+    Ready,
+    Report,
+    Silent,
+    Status,
+    View,
+    Withdraw,
+)
 from deployments.manager.manager import SessionManager
-from deployments.manager.port import WholeManager
-from deployments.messages import Admit, ManagerView, Reject, ReplicaSnapshot, Reservation, SessionRequest
+from deployments.manager.own_sessions import OwnSessions, snapshots_of_others
+from deployments.manager.timings import TIMINGS, Timings
+from deployments.messages import Admit, ManagerView, Reject, SessionRequest
 
 logger = logging.getLogger("baton.stand_in")
 
-VIEW_EVERY_S, LATE_S, AGAIN_S = 1.0, 2.0, 0.25
-"""A view is asked for so often; one that is LATE_S late will not come; then it is asked for again every AGAIN_S."""
-OLDEST_S = 60.0
-"""On a view older than this nothing is placed: replicas come and go."""
 TURNS = 8
-"""So often at most one request goes from the manager to the stand-in, or back."""
+"""A request may see the manager come or go so often; then it fails."""
 UNTOLD = 1024
-"""What a manager that does not die, but does not answer, has yet to be told; the oldest is forgotten."""
+"""Notices kept for a manager that is there but does not answer; the oldest are dropped."""
 
 
 class StandIn:
-    """The session manager to its callers, whether it is there or not. Create it in a running event loop.
+    """The session manager to an ingress, whether it is there or away. Create it in a running event loop.
 
     `counters`: `absences` of the manager, and sessions `placed` in them.
     """
 
-    def __init__(self, manager: WholeManager, config: BatonConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        config: BatonConfig,
+        timings: Timings = TIMINGS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.counters = {"absences": 0, "placed": 0}
-        self._manager, self._clock, self._ingresses = manager, clock, config.ingress.replicas
-        # Nobody reports here: what was there when the view was made counts as there for as long as a view is used.
-        placement = config.placement.model_copy(update={"snapshot_stale_s": 2 * OLDEST_S})
+        self._manager, self._timings, self._clock, self._ingresses = manager, timings, clock, config.ingress.replicas
+        # Nothing reports here: the replicas of a view count as there for as long as the view is used.
+        placement = config.placement.model_copy(update={"snapshot_stale_s": 2 * timings.view_oldest_s})
         self._config = config.model_copy(update={"placement": placement})
         self._view, self._viewed_s = ManagerView("", ()), -math.inf
         self._is_away, self._acting = False, SessionManager(self._config)
         self._turned = asyncio.Event()
         self._asks = itertools.count(1)
-        self._own: dict[str, dict[int, Promise]] = {}  # of this ingress, whoever made them, by session and epoch
-        self._viewed_own: tuple[Promise, ...] = ()  # when the view came
-        self._untold: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=UNTOLD)
+        self._own = OwnSessions()
+        self._untold: deque[Notice] = deque(maxlen=UNTOLD)
         self._following = asyncio.create_task(self._follow(), name="baton-manager-view")
         self._following.add_done_callback(_ended)
 
@@ -66,82 +85,81 @@ class StandIn:
         """Follow the manager no more; idempotent."""
         self._following.cancel()
 
-    # ---- what the cluster core says
+    # ---- what the ingress asks
 
-    async def open(self, request: SessionRequest) -> Admit | Reject:
-        """See `SessionManager.open`. Raises Unavailable when nobody can place it.
+    async def ask(self, call: Call[A]) -> A:
+        """The answer to a call, see `deployments.manager.calls`. Raises Unavailable when nothing can answer it."""
+        # mypy cannot see that each case gives its own call's answer.
+        return cast(A, await self._answer(cast(AnyCall, call)))
 
-        Whoever is asked, each question has a number higher than all before, and the placement gets it as its epoch:
-        no epoch comes twice, nor a lower one after a higher, also from a manager that has forgotten all.
+    async def _answer(self, call: AnyCall) -> Answer:
+        match call:
+            case Open(request):
+                return await self._open(request)
+            case PrefillDone() | Close() | Withdraw() | Lost():
+                self._own.note(call)
+                await self._tell(call)
+                return None
+            case Silent():  # while the manager is away, nothing hears the replicas, so none is called silent
+                return () if self._is_away else await self._manager.ask(call)
+            case Ready():
+                return await self._ready(call)
+            case Status():
+                return await self._manager.ask(call)
+            case View() | Report() | Adopt():
+                raise ValueError(f"an ingress does not ask for {type(call).__name__}")
+
+    async def _open(self, request: SessionRequest) -> Admit | Reject:
+        """Have a session placed. Raises Unavailable when nothing can place it.
+
+        Every question has a number higher than all before, and its placement gets that number as its epoch, whatever
+        places it. So no epoch comes twice, nor a lower one after a higher, even from a manager that has forgotten all.
         """
         why = Unavailable("the session manager comes and goes")
         for _ in range(TURNS):
             numbered = replace(request, least_epoch=next(self._asks))
             try:
-                if (decision := await self._ask(numbered)) is not None:
+                if (decision := await self._place(numbered)) is not None:
                     return decision
-            except Unavailable as error:  # its death is told by the view that does not come
+            except Unavailable as error:  # if the manager has died, the view that does not come will tell
                 why = error
-                await set_within(self._turned, AGAIN_S)
+                await set_within(self._turned, self._timings.again_s)
         raise why
 
-    async def _ask(self, request: SessionRequest) -> Admit | Reject | None:
-        """Ask whoever places now; None when that has changed before the answer."""
+    async def _place(self, request: SessionRequest) -> Admit | Reject | None:
+        """Ask what places now, the manager or its stand-in; None when that changes before the answer."""
         is_away = self._is_away
         if is_away:
             self._check_view()
-        decision = await unless(self._turned, (self._acting if is_away else self._manager).open(request))
+        asked: Manager = self._acting if is_away else self._manager
+        decision = await unless(self._turned, asked.ask(Open(request)))
         if decision is None and not is_away:  # it may have placed the session all the same
-            self._untold.append(("close", (request.session_id, request.least_epoch, "abandoned")))
+            self._untold.append(Close(request.session_id, request.least_epoch, "abandoned"))
         if isinstance(decision, Admit):
             self.counters["placed"] += is_away
             placement = decision.placement
-            promise = Promise(placement, request.prompt_tokens, self._clock(), self._clock())
-            self._own.setdefault(placement.session_id, {})[placement.epoch] = promise
-            if self._is_away and not is_away:  # its last answer: the stand-in was filled before it was heard
-                await self._acting.adopt(placement, request.prompt_tokens, prefilling=True)
+            self._own.add(placement, request.prompt_tokens, self._clock())
+            if self._is_away and not is_away:  # its last answer: the stand-in was filled before this came
+                await self._acting.ask(Adopt(placement, request.prompt_tokens, prefilling=True))
         return decision
 
-    async def prefill_done(self, session_id: str, epoch: int) -> None:
-        if (own := self._own.get(session_id, {})) and epoch in own:
-            own[epoch] = replace(own[epoch], prefilling=False)
-        await self._tell("prefill_done", session_id, epoch)
-
-    async def close(
-        self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None, ended: bool = False
-    ) -> None:
-        own = self._own.get(session_id, {})
-        own.pop(epoch, None)
-        if not epoch or not own:
-            self._own.pop(session_id, None)
-        await self._tell("close", session_id, epoch, outcome, output_tokens, ended)
-
-    async def lost(self, replica_id: str, gone: bool = False) -> None:
-        await self._tell("lost", replica_id, gone)
-
-    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
-        """See `SessionManager.silent`. While nobody hears the replicas, none is called silent."""
-        return () if self._is_away else await self._manager.silent(replica_ids)
-
-    async def ready(self) -> dict[str, Any]:
-        """See `SessionManager.ready`; by the last view while the manager is away, and says so."""
+    async def _ready(self, call: Ready) -> dict[str, Any]:
+        """By the last view while the manager is away, and then it says so."""
         if not self._is_away:
-            return await self._manager.ready()
+            return await self._manager.ask(call)
         self._check_view()
-        return {**await self._acting.ready(), "manager": "away"}
+        shown = await self._acting.ask(call)
+        return {**shown, "manager": "away"}
 
-    async def status(self) -> dict[str, Any]:
-        return await self._manager.status()
-
-    async def _tell(self, name: str, *said: Any) -> None:
-        """Tell whoever places now; what the manager does not hear now it is told later, unless it was restarted."""
+    async def _tell(self, notice: Notice) -> None:
+        """Tell what places now. What the manager does not hear now it is told later, unless it was restarted."""
         if self._is_away:
-            await getattr(self._acting, name)(*said)
+            await self._acting.ask(notice)
         else:
             with contextlib.suppress(Unavailable):
-                if await unless(self._turned, _done(getattr(self._manager, name)(*said))):
+                if await unless(self._turned, _told(self._manager, notice)):
                     return
-        self._untold.append((name, said))
+        self._untold.append(notice)
 
     # ---- the manager comes and goes
 
@@ -150,37 +168,36 @@ class StandIn:
         after_s = 0.0
         while True:
             try:
-                async with asyncio.timeout(after_s + LATE_S):
-                    view = await self._manager.view(after_s)
-                    await self._has(view)
+                async with asyncio.timeout(after_s + self._timings.view_late_s):
+                    await self._came(await self._manager.ask(View(after_s)))
             except (Unavailable, TimeoutError) as error:
-                await self._miss(error)
+                await self._went(error)
                 after_s = 0.0
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(self._timings.again_s)
             else:
-                after_s = VIEW_EVERY_S
+                after_s = self._timings.view_every_s
 
-    async def _has(self, view: ManagerView) -> None:
+    async def _came(self, view: ManagerView) -> None:
         """A view has come: the manager is there."""
         is_same, self._view, self._viewed_s = self._view.life == view.life, view, self._clock()
-        self._viewed_own = self._promises()
+        self._own.seen()
         if self._is_away:
             self._is_away = False
             self._turn()
             logger.warning("the session manager is back")
-        untold = list(self._untold) if is_same else []  # another one has its ledger from the replicas
+        untold = list(self._untold) if is_same else []  # a new manager builds its ledger from what replicas report
         self._untold.clear()
-        await asyncio.gather(*(getattr(self._manager, name)(*said) for name, said in untold))
+        await asyncio.gather(*(self._manager.ask(notice) for notice in untold))
 
-    async def _miss(self, error: Exception) -> None:
+    async def _went(self, error: Exception) -> None:
         """The manager cannot be reached, or does not answer."""
         if self._is_away:
             return
         self._is_away, self._acting = True, SessionManager(self._config)
-        for snapshot in self._others():
-            await self._acting.report(snapshot)
-        for own in self._promises():
-            await self._acting.adopt(own.placement, own.prompt_tokens, own.prefilling)
+        for snapshot in snapshots_of_others(self._view, self._own.by_replica(), self._ingresses):
+            await self._acting.ask(Report(snapshot))
+        for own in self._own.promises():
+            await self._acting.ask(Adopt(own.placement, own.prompt_tokens, own.prefilling))
         self._turn()
         if self._view.life:  # it has been there
             self.counters["absences"] += 1
@@ -190,38 +207,15 @@ class StandIn:
         turned, self._turned = self._turned, asyncio.Event()
         turned.set()
 
-    def _promises(self) -> tuple[Promise, ...]:
-        return tuple(promise for own in self._own.values() for promise in own.values())
-
     def _check_view(self) -> None:
-        """Raises Unavailable when the last view is none, or too old."""
+        """Raises Unavailable when there is no view, or the last one is too old."""
         age_s = self._clock() - self._viewed_s
-        if age_s > OLDEST_S:
+        if age_s > self._timings.view_oldest_s:
             raise Unavailable(f"the session manager is away, and what is known of the replicas is {age_s:.0f} s old")
 
-    def _others(self) -> Iterator[ReplicaSnapshot]:
-        """What others hold on each replica, and may come to: ingresses do not hear of each other, so each has its share
-        of what is free.
-        """
-        mine: defaultdict[str, Reservation] = defaultdict(Reservation)
-        sessions = Counter[str]()
-        for promise in self._viewed_own:
-            for replica_id in set(promise.replica_ids):
-                mine[replica_id] = Reservation(*map(add, mine[replica_id], promise.reservation(replica_id)))
-                sessions[replica_id] += 1
-        for snapshot in self._view.snapshots:
-            name, info, (held,) = snapshot.replica_id, snapshot.info, snapshot.reservations
-            assert info is not None, "the manager would place on it"
-            theirs = Reservation(*(max(0, left) for left in map(sub, held, mine[name])))
-            free = max(0, info.total_blocks - held.blocks)
-            theirs = theirs._replace(blocks=theirs.blocks + free * (self._ingresses - 1) // self._ingresses)
-            sums = (theirs,) if any(theirs) else ()
-            running = max(0, snapshot.running - sessions[name])
-            yield replace(snapshot, running=running, sessions=("",) * len(sums), reservations=sums)
 
-
-async def _done(call: Coroutine[Any, Any, None]) -> bool:
-    await call
+async def _told(manager: Manager, notice: Notice) -> bool:
+    await manager.ask(notice)
     return True
 
 

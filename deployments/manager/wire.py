@@ -1,7 +1,8 @@
-"""What goes between the session manager and its callers on the wire: messages, and the frames that they travel in.
+"""How calls of the session manager and their answers travel: numbered messages, and the frames that carry them.
 
-A frame is four bytes of length, big-endian, and a sealed message (`transfer.control.seal`). Every call has a number,
-which its answer repeats; numbers are the connection's own.
+A frame is four bytes of length, big-endian, and a sealed message (`transfer.control.seal`). Each connection numbers its
+calls, and an answer repeats its call's number. Calls and answers are encoded inside the message, so that a call or an
+answer which the other side does not know, as in a rolling update, fails alone and not with its connection.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, cast
 
 import msgspec
 
-from deployments.messages import ManagerView, Placement, Reject, ReplicaSnapshot, ReportAnswer, SessionRequest
+from deployments.manager import calls
+from deployments.manager.calls import A, Answer, AnyCall, Call
+from deployments.messages import Admit, ManagerView, Placement, Reject, ReportAnswer
 from transfer.control.seal import BadMessage, SealOf
 
 logger = logging.getLogger("baton.manager")
@@ -24,7 +27,7 @@ MAX_BYTES = 64 * 1024 * 1024
 _LENGTH_BYTES = 4
 _PURPOSE = b"session-manager"
 SILENT_AFTER_S, PROBES = 4, 3
-"""A host that has gone without a word is found out by TCP's own probes, after some ten seconds."""
+"""TCP probes a connection that was silent for so long, so many times: a dead host is found after some ten seconds."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -33,98 +36,130 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Open(Message, frozen=True):
-    request: SessionRequest
+class Asked(Message, frozen=True):
+    """A caller's call, encoded."""
 
-
-class PrefillDone(Message, frozen=True):
-    session_id: str
-    epoch: int
-
-
-class Close(Message, frozen=True):
-    session_id: str
-    epoch: int
-    outcome: str
-    output_tokens: int | None
-    ended: bool
-
-
-class Lost(Message, frozen=True):
-    replica_id: str
-    gone: bool
-
-
-class Silent(Message, frozen=True):
-    replica_ids: tuple[str, ...]
-
-
-class View(Message, frozen=True):
-    after_s: float
-
-
-class Report(Message, frozen=True):
-    snapshot: ReplicaSnapshot
-
-
-class Ready(Message, frozen=True):
-    pass
-
-
-class Status(Message, frozen=True):
-    pass
+    call: msgspec.Raw
 
 
 class Cancel(Message, frozen=True):
-    """The caller waits no more for the answer to this number. There will be none."""
+    """The caller waits no more for the answer to this call. It gets none."""
 
 
-class Placed(Message, frozen=True):
-    placement: Placement
+class Answered(Message, frozen=True):
+    """A call's answer, encoded."""
 
-
-class Rejected(Message, frozen=True):
-    reject: Reject
-
-
-class Told(Message, frozen=True):
-    pass
-
-
-class SilentOnes(Message, frozen=True):
-    replica_ids: tuple[str, ...]
-
-
-class Viewed(Message, frozen=True):
-    view: ManagerView
-
-
-class Heeded(Message, frozen=True):
-    answer: ReportAnswer
-
-
-class Shown(Message, frozen=True):
-    shown: dict[str, Any]
+    answer: msgspec.Raw
 
 
 class Failed(Message, frozen=True):
-    """The call raised."""
+    """The call raised, or the manager does not know it."""
 
     why: str
 
 
 class Leaving(Message, frozen=True):
-    """Another manager takes over: what is asked from now on is to be asked there. Answers no call."""
+    """Another manager takes over, and new calls are for it. The number is 0: this answers no call."""
 
 
-Call = Open | PrefillDone | Close | Lost | Silent | View | Report | Ready | Status
-Answer = Placed | Rejected | Told | SilentOnes | Viewed | Heeded | Shown | Failed
-AnyMessage = Call | Cancel | Answer | Leaving
+class Unknown(msgspec.Struct, frozen=True):
+    """A message of another version, of which only the number is known."""
+
+    number: int
 
 
-def seal(secret: str) -> SealOf[AnyMessage]:
-    """What both sides encode and authenticate with."""
-    return SealOf[AnyMessage](secret, AnyMessage, MAX_BYTES, _PURPOSE)
+AnyMessage = Asked | Cancel | Answered | Failed | Leaving
+
+
+class Placed(msgspec.Struct, frozen=True, tag=True):
+    """`Admit` on the wire."""
+
+    placement: Placement
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """`Reject` on the wire."""
+
+    reject: Reject
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_MESSAGES = msgspec.msgpack.Decoder(AnyMessage)
+_UNKNOWN = msgspec.msgpack.Decoder(Unknown)
+_CALLS = msgspec.msgpack.Decoder(AnyCall)
+_TOLD = msgspec.msgpack.Decoder(None)
+_SHOWN = msgspec.msgpack.Decoder(dict[str, Any])
+_ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
+    calls.Open: msgspec.msgpack.Decoder(Placed | Rejected),
+    calls.PrefillDone: _TOLD,
+    calls.Close: _TOLD,
+    calls.Withdraw: _TOLD,
+    calls.Lost: _TOLD,
+    calls.Silent: msgspec.msgpack.Decoder(tuple[str, ...]),
+    calls.View: msgspec.msgpack.Decoder(ManagerView),
+    calls.Report: msgspec.msgpack.Decoder(ReportAnswer),
+    calls.Ready: _SHOWN,
+    calls.Status: _SHOWN,
+    calls.Adopt: _TOLD,
+}
+
+
+def packed_call(call: Call[Any]) -> msgspec.Raw:
+    """A call, encoded."""
+    return msgspec.Raw(_ENCODER.encode(call))
+
+
+def call_of(packed: msgspec.Raw) -> AnyCall:
+    """The call. Raises BadMessage when this version knows no such call."""
+    try:
+        return cast(AnyCall, _CALLS.decode(packed))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadMessage(f"no call of this version: {error}") from error
+
+
+def packed_answer(answer: Answer) -> msgspec.Raw:
+    """An answer, encoded."""
+    on_wire: Any = answer
+    if isinstance(answer, Admit):
+        on_wire = Placed(answer.placement)
+    elif isinstance(answer, Reject):
+        on_wire = Rejected(answer)
+    return msgspec.Raw(_ENCODER.encode(on_wire))
+
+
+def answer_of(call: Call[A], packed: msgspec.Raw) -> A:
+    """The answer to this call. Raises BadMessage when it is none of this version."""
+    try:
+        answer = _ANSWERS[type(call)].decode(packed)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadMessage(f"no answer of this version to {type(call).__name__}: {error}") from error
+    if isinstance(answer, Placed):
+        answer = Admit(answer.placement)
+    elif isinstance(answer, Rejected):
+        answer = answer.reject
+    return cast(A, answer)
+
+
+def seal(secret: str) -> SealOf[msgspec.Raw]:
+    """What both sides authenticate encoded messages with."""
+    return SealOf(secret, msgspec.Raw, MAX_BYTES, _PURPOSE)
+
+
+def packed(message: AnyMessage) -> msgspec.Raw:
+    """A message, encoded."""
+    return msgspec.Raw(_ENCODER.encode(message))
+
+
+def message_of(body: msgspec.Raw) -> AnyMessage | Unknown:
+    """The message; `Unknown` where this version knows none like it. Raises BadMessage when it has no number either."""
+    try:
+        return cast(AnyMessage, _MESSAGES.decode(body))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        pass
+    try:
+        return _UNKNOWN.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadMessage(f"a frame that fits no message: {error}") from error
 
 
 def framed(sealed: bytes) -> bytes:
@@ -133,13 +168,13 @@ def framed(sealed: bytes) -> bytes:
 
 
 class Frames:
-    """Puts the sealed messages together again from the bytes that a connection gives."""
+    """Puts sealed messages together again from the bytes that come over a connection."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that have come whole. Raises BadMessage when one says that it is longer than any."""
+        """The messages that are whole now. Raises BadMessage for one that claims to be longer than `MAX_BYTES`."""
         self._bytes += data
         at = 0
         try:
@@ -157,25 +192,25 @@ class Frames:
 
 
 class Connection(asyncio.Protocol):
-    """One end of a connection: sealed messages to bytes and back. Who says what it may not is cut off."""
+    """One end of a connection: messages to bytes and back. A peer that says what it may not say is cut off."""
 
     _transport: asyncio.Transport
 
-    def __init__(self, sealed: SealOf[AnyMessage], peer: str) -> None:
-        """`peer`: who is at the other end, for the log."""
+    def __init__(self, sealed: SealOf[msgspec.Raw], peer: str) -> None:
+        """`peer`: what is at the other end, for the log."""
         self._seal, self._frames, self._peer = sealed, Frames(), peer
 
-    def take(self, message: AnyMessage) -> None:
-        """A message has come. Raises BadMessage when the other side does not say such things."""
+    def take(self, message: AnyMessage | Unknown) -> None:
+        """A message has come. Raises BadMessage when the other side may not say such a thing."""
         raise NotImplementedError
 
     def send(self, message: AnyMessage) -> None:
-        """Send it, unless the connection is closing."""
+        """Send a message, unless the connection is closing."""
         if not self._transport.is_closing():
-            self._transport.write(framed(self._seal.pack(message)))
+            self._transport.write(framed(self._seal.pack(packed(message))))
 
     def close(self) -> None:
-        """Close it when everything is sent; idempotent."""
+        """Close the connection when everything is sent; idempotent."""
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -185,14 +220,14 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for frame in self._frames.feed(data):
-                self.take(self._seal.unpack(frame))
+                self.take(message_of(self._seal.unpack(frame)))
         except BadMessage as error:
             logger.warning("%s was cut off: %s", self._peer, error)
             self.close()
 
 
 def _tune(transport: asyncio.BaseTransport) -> None:
-    """Small messages at once, and a host that is gone found out."""
+    """Have TCP send small messages at once, and find out when the other host is gone."""
     connection = transport.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -13,13 +13,14 @@ from typing import Any
 
 from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, Identity, Output, Step
+from deployments.manager.calls import Manager
 from deployments.messages import Phase, ReplicaInfo, SessionReport, SessionTask
 from deployments.output_stream import OutputSender
 from deployments.replica.lifecycle import Lifecycle
 from deployments.replica.parts import Part, Parts
 from deployments.replica.peers import Introductions
 from deployments.replica.readings import Readings
-from deployments.replica.reporter import Reporter, ReportPort
+from deployments.replica.reporter import Reporter
 from deployments.replica.timings import TIMINGS, Timings
 from deployments.replica.watch import Watch
 
@@ -33,7 +34,7 @@ class Replica:
         self,
         identity: Identity,
         engine: Engine,
-        port: ReportPort,
+        manager: Manager,
         config: PlacementConfig,
         timings: Timings = TIMINGS,
     ) -> None:
@@ -43,7 +44,7 @@ class Replica:
         self._peers = Introductions(engine, timings)
         self._watch = Watch(engine, self._sender, self._parts, config, timings)
         self._reporter = Reporter(
-            identity, engine, port, config, timings, self._parts, self._life, self._readings, self._peers
+            identity, engine, manager, config, timings, self._parts, self._life, self._readings, self._peers
         )
         self._tasks: list[asyncio.Task[None]] = []
 

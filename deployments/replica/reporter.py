@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
 
 from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, Identity
 from deployments.errors import Unavailable
 from deployments.host.waits import set_within
+from deployments.manager.calls import Manager, Report
 from deployments.messages import ReplicaInfo, ReplicaSnapshot, ReportAnswer
 from deployments.replica.lifecycle import Lifecycle
 from deployments.replica.parts import Parts
@@ -19,12 +19,6 @@ from deployments.replica.readings import Readings
 from deployments.replica.timings import Timings
 
 logger = logging.getLogger("baton.replica")
-
-
-class ReportPort(Protocol):
-    """Where snapshots go: the session manager. Raises Unavailable."""
-
-    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer: ...
 
 
 class Reporter:
@@ -37,7 +31,7 @@ class Reporter:
         self,
         identity: Identity,
         engine: Engine,
-        port: ReportPort,
+        manager: Manager,
         config: PlacementConfig,
         timings: Timings,
         parts: Parts,
@@ -46,7 +40,7 @@ class Reporter:
         peers: Introductions,
     ) -> None:
         self.info: ReplicaInfo | None = None
-        self._identity, self._engine, self._port = identity, engine, port
+        self._identity, self._engine, self._manager = identity, engine, manager
         self._config, self._timings = config, timings
         self._parts, self._life, self._readings, self._peers = parts, life, readings, peers
         self._version = time.time_ns()  # so that versions grow over restarts too
@@ -75,7 +69,7 @@ class Reporter:
     async def _report(self, snapshot: ReplicaSnapshot) -> None:
         try:
             async with asyncio.timeout(self._timings.report_timeout_s):
-                self._heed(await self._port.report(snapshot), snapshot)
+                self._heed(await self._manager.ask(Report(snapshot)), snapshot)
         except (TimeoutError, Unavailable) as error:
             self._resync = True
             if snapshot.info is not None:

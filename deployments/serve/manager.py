@@ -9,9 +9,9 @@ from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig
 from deployments.host.garbage import Collector
+from deployments.manager.calls import A, Call, Report
 from deployments.manager.manager import LISTEN_S, SessionManager
 from deployments.manager.server import ManagerServer
-from deployments.messages import ReplicaSnapshot, ReportAnswer
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import until_leaving
 
@@ -27,17 +27,20 @@ class ServeSessionManager(SessionManager):
         self._retired = asyncio.create_task(self._retire(), name="baton-retire")
 
     async def address(self) -> str:
-        """Where ingresses and replicas connect to, see `manager_client.ManagerClient`; "" while it is leaving."""
+        """Where ingresses and replicas connect to, see `ManagerClient`; "" once it retires."""
         return self._server.address
 
     async def _retire(self) -> None:
         await until_leaving()
         await self._server.retire()
 
-    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
-        """See `SessionManager.report`. Reports come all the time, and nobody waits for their answer."""
-        self._collector.tick(time.monotonic())
-        return await super().report(snapshot)
+    async def ask(self, call: Call[A]) -> A:
+        """See `SessionManager.ask`. Garbage is collected at reports: they come all the time, and no client waits for
+        their answers.
+        """
+        if isinstance(call, Report):
+            self._collector.tick(time.monotonic())
+        return await super().ask(call)
 
     async def __del__(self) -> None:
         """Serve calls this once, when it has taken the replica out."""

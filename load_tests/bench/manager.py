@@ -32,6 +32,7 @@ from typing import Any
 
 from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, PoolConfig
 from deployments.host.garbage import Collector
+from deployments.manager.calls import Close, Open, PrefillDone, Report, View
 from deployments.manager.client import ManagerClient
 from deployments.manager.manager import SessionManager
 from deployments.manager.server import ManagerServer
@@ -203,7 +204,7 @@ def _play_replicas(pipe: Connection, address: str, replicas: int) -> None:
         rng = random.Random(number)
         while True:
             version += 1
-            answer = await client.report(_snapshot(info, version))
+            answer = await client.ask(Report(_snapshot(info, version)))
             known.set()
             await asyncio.sleep(max(0.1, answer.interval_s) * rng.uniform(0.9, 1.1))
 
@@ -223,22 +224,22 @@ def _play_ingress(pipe: Connection, address: str, number: int) -> None:
 
     async def session(client: ManagerClient, name: str) -> None:
         asked_s = time.monotonic()
-        decision = await client.open(SessionRequest(name, 200, 100))
+        decision = await client.ask(Open(SessionRequest(name, 200, 100)))
         opened_ms.append(1e3 * (time.monotonic() - asked_s))
         assert isinstance(decision, Admit), decision
         epoch = decision.placement.epoch
         await asyncio.sleep(SESSION_S / 4)
-        await client.prefill_done(name, epoch)
+        await client.ask(PrefillDone(name, epoch))
         await asyncio.sleep(3 * SESSION_S / 4)
-        await client.close(name, epoch, "length", 100, ended=True)
+        await client.ask(Close(name, epoch, "length", 100, ended=True))
 
     async def view(client: ManagerClient) -> None:
         while True:
-            await client.view(VIEW_S)
+            await client.ask(View(VIEW_S))
 
     async def play() -> None:
         client = _client(address)
-        await client.view(0.0)
+        await client.ask(View(0.0))
         viewing = asyncio.create_task(view(client))
         pipe.send("connected")
         rate, seconds = await asyncio.to_thread(pipe.recv)

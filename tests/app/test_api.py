@@ -18,6 +18,7 @@ from app.held_response import ASGIApp, Message, Receive, Scope, Send
 from configs.schema import IngressConfig
 from deployments import errors
 from deployments.cluster.request_context import RequestContext, current
+from deployments.manager.calls import Call, Ready, Status
 from deployments.messages import Mode
 
 POOLS = {"prefill": {"ready": True, "replicas": []}, "decode-a": {"ready": True, "replicas": []}}
@@ -28,13 +29,12 @@ class Control:
         self.answer = {"ready": True, "pools": POOLS} if answer is None else answer
         self.delay_s = delay_s
 
-    async def ready(self) -> dict[str, Any]:
+    async def ask(self, call: Call[Any]) -> Any:
+        assert isinstance(call, Ready | Status)
         await asyncio.sleep(self.delay_s)
         if isinstance(self.answer, Exception):
             raise self.answer
         return dict(self.answer)
-
-    status = ready
 
 
 class Toy:

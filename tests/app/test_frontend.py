@@ -35,6 +35,7 @@ from deployments.errors import (
     SessionTimeout,
     Unavailable,
 )
+from deployments.manager.calls import Call, Ready
 from deployments.messages import Mode
 
 MODEL = "smollm2-135m-instruct"
@@ -136,11 +137,8 @@ def _prompt_logprobs(request: EngineCoreRequest) -> LogprobsTensors | None:
 class NoControl:
     """A control plane with one ready pool."""
 
-    async def ready(self) -> dict[str, Any]:
-        return {"ready": True, "pools": {"prefill": {"ready": True, "replicas": []}}}
-
-    async def status(self) -> dict[str, Any]:
-        return {}
+    async def ask(self, call: Call[Any]) -> Any:
+        return {"ready": True, "pools": {"prefill": {"ready": True, "replicas": []}}} if isinstance(call, Ready) else {}
 
 
 class Server:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from deployments.cluster.core import ClusterCore
+from deployments.manager.calls import Status
 from deployments.manager.manager import SessionManager
 from deployments.replica.replica import Replica
 from load_tests.harness.control_plane.gates import GatedEngine
@@ -13,7 +14,7 @@ from load_tests.harness.control_plane.gates import GatedEngine
 
 async def open_sessions(core: ClusterCore, manager: SessionManager) -> dict[str, Any]:
     """What the core and the manager have open, by name; empty when nothing is."""
-    status = await manager.status()
+    status = await manager.ask(Status())
     found = {"core": core.open_sessions, **status["sessions"], "promises": status["promises"]}
     del found["closed"]
     return {name: value for name, value in found.items() if value}
@@ -28,7 +29,7 @@ async def held_by_replicas(
 ) -> dict[str, Any]:
     """What the replicas hold, by their own books and by the manager's; empty when nothing is held."""
     found: dict[str, Any] = {}
-    status = await manager.status()
+    status = await manager.ask(Status())
     loads = {name: each["load"] for pool in status["pools"].values() for name, each in pool["replicas"].items()}
     for name, replica in replicas.items():
         if name in dead:

@@ -13,8 +13,11 @@ from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.engine.protocol import EngineError, Identity
+from deployments.manager.calls import Ready, Status
 from deployments.manager.manager import LISTEN_S, SessionManager
 from deployments.manager.stand_in import StandIn
+from deployments.manager.timings import TIMINGS
+from deployments.manager.timings import Timings as ManagerTimings
 from deployments.messages import Role
 from deployments.replica.replica import Replica
 from load_tests.chaos.points import Points
@@ -28,11 +31,17 @@ from load_tests.harness.control_plane.ports import ManagerPort, Pool
 class InProcess:
     """The session manager, the replicas and the cluster core, and a frontend that takes the outputs."""
 
-    def __init__(self, config: BatonConfig, timings: Timings = DEFAULT_TIMINGS, limits: Limits | None = None) -> None:
-        self._config, self._timings = config, timings
+    def __init__(
+        self,
+        config: BatonConfig,
+        timings: Timings = DEFAULT_TIMINGS,
+        limits: Limits | None = None,
+        manager_timings: ManagerTimings = TIMINGS,
+    ) -> None:
+        self._config, self._timings, self._manager_timings = config, timings, manager_timings
         self._limits = limits or Limits(config.placement.max_attempts)
         self.manager = SessionManager(config)
-        self.manager_port: Any = ManagerPort(self.manager)
+        self.manager_port = ManagerPort(self.manager)
         self.engines: dict[str, GatedEngine] = {}
         self.planes: dict[str, GatedPlane] = {}
         self.replicas: dict[str, Replica] = {}
@@ -45,7 +54,15 @@ class InProcess:
         self._ingress = self._new_ingress()
 
     def _new_ingress(self) -> Ingress:
-        return Ingress(self._config, self._timings, self._limits, self.pools, self.manager_port, self.answers)
+        return Ingress(
+            self._config,
+            self._timings,
+            self._limits,
+            self.pools,
+            self.manager_port,
+            self.answers,
+            self._manager_timings,
+        )
 
     @property
     def core(self) -> ClusterCore:
@@ -85,7 +102,7 @@ class InProcess:
         self.replicas[replica_id] = Replica(identity, engine, self.manager_port, self._config.placement)
 
     async def _are_ready(self, replica_ids: Collection[str]) -> bool:
-        pools = (await self.manager.ready())["pools"].values()
+        pools = (await self.manager.ask(Ready()))["pools"].values()
         loads = {replica_id: replica["load"] for pool in pools for replica_id, replica in pool["replicas"].items()}
         return all(loads.get(replica_id) for replica_id in replica_ids)
 
@@ -149,7 +166,7 @@ class InProcess:
 
     async def placements(self) -> dict[str, dict[str, Any]]:
         """The promises of open sessions by request id."""
-        return {promise["session_id"]: promise for promise in (await self.manager.status())["promises"]}
+        return {promise["session_id"]: promise for promise in (await self.manager.ask(Status()))["promises"]}
 
     async def placed(self, answer: Answer) -> dict[str, Any]:
         """Wait until a request is placed and its ingress knows the placement."""
@@ -164,7 +181,7 @@ class InProcess:
         """Wait until so many requests wait for a place."""
 
         async def look() -> bool:
-            return bool((await self.manager.status())["sessions"]["queued"] == count)
+            return bool((await self.manager.ask(Status()))["sessions"]["queued"] == count)
 
         await until(look)
 
@@ -224,9 +241,10 @@ async def in_process(
     replica_ids: Collection[str] = tuple(REPLICAS),
     timings: Timings = DEFAULT_TIMINGS,
     limits: Limits | None = None,
+    manager_timings: ManagerTimings = TIMINGS,
 ) -> AsyncIterator[InProcess]:
     """A control plane with these replicas up, closed at the end."""
-    cluster = InProcess(config, timings, limits)
+    cluster = InProcess(config, timings, limits, manager_timings)
     try:
         await cluster.start(*replica_ids)
         yield cluster

@@ -19,6 +19,7 @@ from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.timings import Timings
 from deployments.manager.stand_in import StandIn
+from deployments.manager.timings import Timings as ManagerTimings
 from deployments.messages import Handoff
 from load_tests.harness.control_plane.fleet import PATIENCE_S
 from load_tests.harness.control_plane.ports import Line, ManagerLine, ManagerPort, Pool
@@ -91,13 +92,14 @@ class Ingress:
         pools: Mapping[str, Pool],
         manager: ManagerPort,
         answers: Mapping[str, Answer],
+        manager_timings: ManagerTimings,
     ) -> None:
         handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
         timeout_s, block_size = config.placement.session_timeout_s, config.prefill.engine.block_size
         self._answers = answers
         self._lines = {name: Line(pool) for name, pool in pools.items()}
-        self._manager_line: Any = ManagerLine(manager)
-        self.stand_in = StandIn(self._manager_line, config)
+        self._manager_line = ManagerLine(manager)
+        self.stand_in = StandIn(self._manager_line, config, manager_timings)
         self.core = ClusterCore(
             self.stand_in, self._lines, "127.0.0.1", timeout_s, block_size, limits, handoff, timings
         )

@@ -1,13 +1,12 @@
-"""Direct ports in place of Serve handles.
+"""Direct ports in place of Serve handles and of connections to the manager.
 
-Arguments and results are pickled, as on their way between processes. A cancelled call is cancelled on the replica
+What is said is encoded, as on its way between processes. A cancelled call is cancelled on the replica
 without waiting for it, as Serve does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,29 +14,28 @@ from typing import Any
 
 from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost, Unavailable
+from deployments.manager import wire
+from deployments.manager.calls import A, Call
 from deployments.manager.manager import SessionManager
 from deployments.messages import SessionReport, SessionTask
 from deployments.replica.replica import Replica
 
 
 class ManagerPort:
-    """The session manager's port, as Serve has it.
+    """The session manager's port, as its connections are.
 
     A call that is open when the manager dies ends with an error at once. A call that comes while there is no manager
     waits for the next one.
     """
 
     def __init__(self, manager: SessionManager) -> None:
-        self._manager: SessionManager | None = manager
+        self._manager = manager
         self._dead, self._born = asyncio.Event(), asyncio.Event()
         self._born.set()
 
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(self._call, name)
-
     def lose(self) -> None:
         """The manager dies."""
-        self._manager, self._born = None, asyncio.Event()
+        self._born = asyncio.Event()
         self._dead.set()
 
     def restart(self, manager: SessionManager) -> None:
@@ -45,17 +43,18 @@ class ManagerPort:
         self._manager, self._dead = manager, asyncio.Event()
         self._born.set()
 
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def ask(self, call: Call[A]) -> A:
+        """The manager's answer to a call. Raises Unavailable when the manager dies before it answers."""
         await self._born.wait()
-        call = asyncio.ensure_future(getattr(self._manager, name)(*pickle.loads(pickle.dumps(args))))
+        asked = asyncio.ensure_future(self._manager.ask(wire.call_of(wire.packed_call(call))))
         dead = asyncio.ensure_future(self._dead.wait())
         try:
-            await asyncio.wait({call, dead}, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
+            await asyncio.wait({asked, dead}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
                 raise Unavailable("it has died")
-            return pickle.loads(pickle.dumps(call.result()))
+            return wire.answer_of(call, wire.packed_answer(asked.result()))
         finally:
-            call.cancel()
+            asked.cancel()
             dead.cancel()
 
 
@@ -97,13 +96,11 @@ class ManagerLine:
     def __init__(self, port: ManagerPort) -> None:
         self._port, self.is_cut = port, False
 
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(self._call, name)
-
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def ask(self, call: Call[A]) -> A:
+        """The manager's answer to a call. Raises Unavailable."""
         if self.is_cut:
             raise Unavailable("its ingress has died")
-        return await getattr(self._port, name)(*args)
+        return await self._port.ask(call)
 
 
 class Line:

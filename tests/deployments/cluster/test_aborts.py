@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from deployments.cluster import request_context
+from deployments.manager.calls import Close, Open, PrefillDone, Report, Status, View
+from deployments.messages import SessionTask
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, InProcess, config
 from tests.deployments.cluster.asking import ONE_SEAT, Launch, prompt
 
@@ -39,24 +41,24 @@ async def test_a_session_makes_no_call_in_its_request_s_context(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve cancels every call made in the context of a request whose client goes away, the closing one too."""
-    heard: dict[str, object] = {}
+    heard: dict[type[object], object] = {}
 
     def listen(owner: object, method: str) -> None:
         original = getattr(owner, method)
 
-        async def listening(*args: Any) -> Any:
-            heard[method] = request_context.current.get()
-            return await original(*args)
+        async def listening(argument: Any) -> Any:
+            if not isinstance(argument, Report | View | Status):
+                heard[type(argument)] = request_context.current.get()
+            return await original(argument)
 
         monkeypatch.setattr(owner, method, listening)
 
-    for method in ("open", "prefill_done", "close"):
-        listen(cluster.manager, method)
+    listen(cluster.manager, "ask")
     for pool in cluster.pools.values():
         listen(pool, "run")
     await cluster.answer(prompt(8), max_tokens=5)
     await cluster.settle()
-    assert heard == dict.fromkeys(("open", "run", "prefill_done", "close"))
+    assert heard == dict.fromkeys((Open, SessionTask, PrefillDone, Close))
 
 
 async def test_aborting_before_the_session_begins(cluster: InProcess) -> None:

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from vllm.sampling_params import StructuredOutputsParams
 
+from deployments.manager.calls import Status
 from deployments.messages import Mode
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, InProcess, config, until
 from tests.deployments.cluster.asking import LENGTH, STOP, Launch, prompt
@@ -41,7 +42,7 @@ async def test_many_at_once_identical_prompts_among_them(cluster: InProcess) -> 
         assert answer.tokens == await cluster.local(each, max_tokens=2 + number % 12)
         assert answer.context.modes == {Mode.DISAGGREGATED}
     await cluster.settle()
-    closed = (await cluster.manager.status())["sessions"]["closed"]
+    closed = (await cluster.manager.ask(Status()))["sessions"]["closed"]
     assert closed["length"] == 2 * len(prompts)
 
 

@@ -20,6 +20,7 @@ from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import HandoffFailed, ReplicaLost
+from deployments.manager.calls import Call, Close, Lost, Open, PrefillDone, Silent, Withdraw
 from deployments.messages import (
     Admit,
     Handoff,
@@ -97,25 +98,28 @@ class Manager:
     told: list[str] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def open(self, request: SessionRequest) -> Admit:
-        self.requests.append(request)
+    async def ask(self, call: Call[Any]) -> Any:
+        match call:
+            case Open(request):
+                self.requests.append(request)
+                return self._placed(request.session_id)
+            case Silent():
+                return ()
+            case PrefillDone():
+                self.told.append("prefill done")
+            case Lost(replica_id):
+                self.told.append(f"lost {replica_id}")
+            case Close(outcome=outcome, ended=ended):
+                self.told.append(f"{outcome}, ended" if ended else outcome)
+                self.closed.set()
+            case Withdraw(outcome=outcome):
+                self.told.append(outcome)
+                self.closed.set()
+        return None
+
+    def _placed(self, session_id: str) -> Admit:
         prefill = P if self.mode is Mode.DISAGGREGATED else None
-        return Admit(Placement(request.session_id, 1, self.mode, "", D, prefill, 3, self.handoff_timeout_s, WAIT_S))
-
-    async def prefill_done(self, session_id: str, epoch: int) -> None:
-        self.told.append("prefill done")
-
-    async def close(
-        self, session_id: str, epoch: int, outcome: str, output_tokens: int | None = None, ended: bool = False
-    ) -> None:
-        self.told.append(f"{outcome}, ended" if ended else outcome)
-        self.closed.set()
-
-    async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
-        return ()
-
-    async def lost(self, replica_id: str, gone: bool = False) -> None:
-        self.told.append(f"lost {replica_id}")
+        return Admit(Placement(session_id, 1, self.mode, "", D, prefill, 3, self.handoff_timeout_s, WAIT_S))
 
 
 class Cluster:

@@ -12,9 +12,11 @@ import zmq.asyncio
 from deployments.cluster.recovery import Limits
 from deployments.cluster.timings import Timings
 from deployments.errors import ReplicaLost, SessionTimeout, Unavailable
-from deployments.messages import Admit, Reject, SessionRequest
+from deployments.manager.calls import Open
+from deployments.messages import Admit, Reject
 from deployments.policy.admission.retry_budget import RETRY_BUDGET
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, InProcess, config, until
+from tests.deployments.asked import intercept
 from tests.deployments.cluster.asking import LENGTH, Launch, assert_failed, prompt
 
 
@@ -71,15 +73,15 @@ async def test_placements_of_one_session_are_bounded_whatever_they_give(launch: 
 
 
 async def test_a_lost_session_waits_for_the_retry_budget(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused, original = list[int](), cluster.manager.open
+    refused, original = list[int](), cluster.manager.ask
 
-    async def without_budget(request: SessionRequest) -> Admit | Reject:
-        if request.attempt > 1 and len(refused) < 3:
-            refused.append(request.attempt)
+    async def without_budget(call: Open) -> Admit | Reject:
+        if call.request.attempt > 1 and len(refused) < 3:
+            refused.append(call.request.attempt)
             return Reject("no budget", 0.01, unavailable=True, code=RETRY_BUDGET)
-        return await original(request)
+        return await original(call)
 
-    monkeypatch.setattr(cluster.manager, "open", without_budget)
+    intercept(monkeypatch, cluster.manager, Open, without_budget)
     asked = prompt(20)
     answer = await (await cluster.ask(asked, max_tokens=200)).has(3)
     owner = (await cluster.placed(answer))["decode"]
@@ -94,14 +96,14 @@ async def test_a_retry_budget_that_never_comes_ends_the_session(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = await launch(config(), timings=Timings(budget_wait_s=0.05))
-    original: Callable[[SessionRequest], Awaitable[Admit | Reject]] = cluster.manager.open
+    original: Callable[[Open], Awaitable[Admit | Reject]] = cluster.manager.ask
 
-    async def without_budget(request: SessionRequest) -> Admit | Reject:
-        if request.attempt > 1:
+    async def without_budget(call: Open) -> Admit | Reject:
+        if call.request.attempt > 1:
             return Reject("no budget", 0.01, unavailable=True, code=RETRY_BUDGET)
-        return await original(request)
+        return await original(call)
 
-    monkeypatch.setattr(cluster.manager, "open", without_budget)
+    intercept(monkeypatch, cluster.manager, Open, without_budget)
     answer = await (await cluster.ask(prompt(20), max_tokens=200)).has(3)
     owner = (await cluster.placed(answer))["decode"]
     await cluster.kill(owner)
@@ -112,15 +114,15 @@ async def test_a_retry_budget_that_never_comes_ends_the_session(
 
 async def test_aborting_between_two_placements(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client goes while its session waits for its second place."""
-    opened, original, gate = list[int](), cluster.manager.open, asyncio.Event()
+    opened, original, gate = list[int](), cluster.manager.ask, asyncio.Event()
 
-    async def slow(request: SessionRequest) -> Admit | Reject:
-        opened.append(request.attempt)
-        if request.attempt > 1:
+    async def slow(call: Open) -> Admit | Reject:
+        opened.append(call.request.attempt)
+        if call.request.attempt > 1:
             await gate.wait()
-        return await original(request)
+        return await original(call)
 
-    monkeypatch.setattr(cluster.manager, "open", slow)
+    intercept(monkeypatch, cluster.manager, Open, slow)
     answer = await (await cluster.ask(prompt(20), max_tokens=300)).has(3)
     owner = (await cluster.placed(answer))["decode"]
     await cluster.kill(owner)

@@ -7,6 +7,7 @@ import zmq
 import zmq.asyncio
 
 from deployments.errors import HandoffFailed, ReplicaLost, Unavailable
+from deployments.manager.calls import Ready, Status
 from deployments.messages import Mode
 from load_tests.harness.control_plane import LARGE, PREFILL, REPLICAS, SMALL, InProcess, config, until
 from tests.deployments.cluster.asking import ERROR, LENGTH, STOP, Launch, assert_failed, forged, prompt
@@ -27,7 +28,7 @@ async def test_answers_go_on_elsewhere_when_their_decode_engine_dies(cluster: In
         assert (len(answer.tokens), answer.reason) == (200, LENGTH)
         assert answer.tokens == await cluster.local(each, max_tokens=200), "no token lost, repeated or changed"
     await cluster.settle(dead=[SMALL])
-    closed = (await cluster.manager.status())["sessions"]["closed"]
+    closed = (await cluster.manager.ask(Status()))["sessions"]["closed"]
     assert closed["lost"] == sum(owner == SMALL for owner in owners.values())
 
 
@@ -116,7 +117,7 @@ async def test_nothing_is_placed_on_a_replica_whose_engine_has_died(cluster: InP
     await cluster.kill(SMALL)
 
     async def is_known() -> bool:
-        return not (await cluster.manager.ready())["pools"]["decode-small"]["ready"]
+        return not (await cluster.manager.ask(Ready()))["pools"]["decode-small"]["ready"]
 
     await until(is_known)
     for _ in range(8):

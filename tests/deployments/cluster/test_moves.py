@@ -17,6 +17,7 @@ from vllm.v1.engine import FinishReason
 
 from deployments.cluster.recovery import Limits
 from deployments.errors import ReplicaLost
+from deployments.manager.calls import Status
 from deployments.messages import Mode, Phase
 from load_tests.chaos.crowd import Crowd, questions
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer, InProcess, config, until
@@ -51,7 +52,7 @@ async def counter(cluster: InProcess, name: str) -> float:
 
 
 async def closed(cluster: InProcess) -> dict[str, int]:
-    found: dict[str, int] = (await cluster.manager.status())["sessions"]["closed"]
+    found: dict[str, int] = (await cluster.manager.ask(Status()))["sessions"]["closed"]
     return found
 
 
@@ -70,7 +71,7 @@ async def test_a_session_is_moved_and_its_answer_is_the_same(cluster: InProcess)
     await cluster.settle()
     assert await closed(cluster) == {"moved": 1, "length": 2}
     counted = {
-        name: each["counters"]["moved_out"] for name, each in (await cluster.manager.status())["replicas"].items()
+        name: each["counters"]["moved_out"] for name, each in (await cluster.manager.ask(Status()))["replicas"].items()
     }
     assert counted == {PREFILL: 0, source: 1, other(source): 0}
     assert not cluster.manager._allocator.breakers, "it is nobody's fault"

@@ -8,8 +8,10 @@ import pytest
 
 from deployments.cluster import engine_request
 from deployments.errors import NeverFits, Overloaded, SessionError, Unavailable
+from deployments.manager.calls import Open, PrefillDone
 from deployments.messages import Mode
 from load_tests.harness.control_plane import LARGE, MAX_MODEL_LEN, PREFILL, SMALL, InProcess, config
+from tests.deployments.asked import intercept
 from tests.deployments.cluster.asking import LENGTH, ONE_SEAT, Launch, assert_failed, prompt
 
 
@@ -59,10 +61,10 @@ async def test_a_session_manager_that_cannot_be_reached(cluster: InProcess, monk
     async def unreachable(*args: Any) -> None:
         raise Unavailable("it is being restarted")
 
-    monkeypatch.setattr(cluster.manager, "open", unreachable)
+    intercept(monkeypatch, cluster.manager, Open, unreachable)
     assert_failed(await cluster.answer(prompt(8), max_tokens=5), Unavailable)
     monkeypatch.undo()
-    monkeypatch.setattr(cluster.manager, "prefill_done", unreachable)
+    intercept(monkeypatch, cluster.manager, PrefillDone, unreachable)
     assert (await cluster.answer(prompt(8), max_tokens=5)).reason is LENGTH
     await cluster.settle()
 
@@ -73,7 +75,7 @@ async def test_what_nobody_foresaw_is_an_error_and_no_silence(
     async def broken(*args: Any) -> None:
         raise ValueError("a mistake of ours")
 
-    monkeypatch.setattr(cluster.manager, "open", broken)
+    intercept(monkeypatch, cluster.manager, Open, broken)
     assert_failed(await cluster.answer(prompt(8), max_tokens=5), SessionError)
     monkeypatch.undo()
     cluster.pools["prefill"].error = ValueError("another")

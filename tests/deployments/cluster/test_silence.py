@@ -10,8 +10,10 @@ import pytest
 
 from deployments.cluster.timings import Timings
 from deployments.engine.protocol import EngineError
-from deployments.messages import Mode, ReplicaSnapshot, ReportAnswer
+from deployments.manager.calls import Report
+from deployments.messages import Mode, ReportAnswer
 from load_tests.harness.control_plane import PREFILL, config
+from tests.deployments.asked import intercept
 from tests.deployments.cluster.asking import Launch, prompt
 
 
@@ -57,8 +59,8 @@ async def test_a_replica_that_is_heard_of_no_more_loses_its_sessions(
     asked = prompt(20)
     answer = await (await cluster.ask(asked, max_tokens=100)).has(3)
     owner = (await cluster.placed(answer))["decode"]
-    unheard = functools.partial(_unheard, owner, cluster.manager.report)
-    monkeypatch.setattr(cluster.manager, "report", unheard)
+    unheard = functools.partial(_unheard, owner, cluster.manager.ask)
+    intercept(monkeypatch, cluster.manager, Report, unheard)
     cluster.engines[owner].go.clear()
     await answer.over()
     assert answer.context.error is None
@@ -67,8 +69,8 @@ async def test_a_replica_that_is_heard_of_no_more_loses_its_sessions(
     await cluster.settle(dead=[owner])
 
 
-async def _unheard(replica_id: str, report: Any, snapshot: ReplicaSnapshot) -> ReportAnswer:
-    if snapshot.replica_id == replica_id:
+async def _unheard(replica_id: str, report: Any, call: Report) -> ReportAnswer:
+    if call.snapshot.replica_id == replica_id:
         return ReportAnswer()
-    answer: ReportAnswer = await report(snapshot)
+    answer: ReportAnswer = await report(call)
     return answer

@@ -7,10 +7,12 @@ import asyncio
 import pytest
 
 from deployments.errors import Unavailable
-from deployments.messages import MANAGER_RETIRES, Admit, Reject, SessionRequest
+from deployments.manager.calls import Open, Status
+from deployments.messages import MANAGER_RETIRES, Admit, Reject
 from deployments.replica.drain import drain
 from deployments.replica.timings import Timings as ReplicaTimings
 from load_tests.harness.control_plane import LARGE, SMALL, InProcess, config, until
+from tests.deployments.asked import intercept
 from tests.deployments.cluster.asking import LENGTH, ONE_SEAT, Launch, assert_failed, prompt
 
 
@@ -28,7 +30,7 @@ async def test_a_draining_replica_gets_nothing_new_and_what_outlives_its_time_go
     draining = asyncio.create_task(drain(cluster.replicas[leaving], 0.4, no, ReplicaTimings(look_s=0.002)))
 
     async def is_known() -> bool:
-        replicas = (await cluster.manager.status())["replicas"]
+        replicas = (await cluster.manager.ask(Status()))["replicas"]
         return bool(replicas[leaving]["phase"] == "draining")
 
     await until(is_known)
@@ -49,15 +51,15 @@ async def test_a_draining_replica_gets_nothing_new_and_what_outlives_its_time_go
 async def test_a_session_asks_the_next_manager_when_one_leaves(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused, original = list[str](), cluster.manager.open
+    refused, original = list[str](), cluster.manager.ask
 
-    async def leaving(request: SessionRequest) -> Admit | Reject:
+    async def leaving(call: Open) -> Admit | Reject:
         if len(refused) < 2:
-            refused.append(request.session_id)
+            refused.append(call.request.session_id)
             return Reject("ask again", 0.01, unavailable=True, code=MANAGER_RETIRES)
-        return await original(request)
+        return await original(call)
 
-    monkeypatch.setattr(cluster.manager, "open", leaving)
+    intercept(monkeypatch, cluster.manager, Open, leaving)
     answer = await cluster.answer(prompt(20), max_tokens=4)
     assert refused == [answer.request_id] * 2
     assert answer.reason is LENGTH
@@ -124,4 +126,4 @@ async def test_the_ingress_dies_with_sessions_open(launch: Launch) -> None:
         await answer.has(2)
     cluster.end_ingress()
     await cluster.settle()
-    assert (await cluster.manager.status())["sessions"]["closed"] == {"orphaned": 3}
+    assert (await cluster.manager.ask(Status()))["sessions"]["closed"] == {"orphaned": 3}

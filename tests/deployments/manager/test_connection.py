@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -14,12 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.errors import Unavailable
-from deployments.manager import client as manager_client
-from deployments.manager import server as manager_server
-from deployments.manager import wire
+from deployments.manager import calls, wire
+from deployments.manager.calls import (
+    Call,
+    Close,
+    Lost,
+    Open,
+    PrefillDone,
+    Ready,
+    Report,
+    Silent,
+    Status,
+    View,
+    Withdraw,
+)
 from deployments.manager.client import ManagerClient
 from deployments.manager.manager import SessionManager
 from deployments.manager.server import ManagerServer
+from deployments.manager.timings import Timings
 from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
@@ -27,6 +39,7 @@ from deployments.messages import (
     Finished,
     ManagerView,
     Mode,
+    Occupancy,
     Peers,
     Phase,
     Reject,
@@ -97,7 +110,7 @@ class Stage:
         self.servers.append(server)
         self.managers.append(manager)
         for info in (INFO, DECODE):
-            await manager.report(ReplicaSnapshot(info.replica_id, 1, Phase.READY, info))
+            await manager.ask(Report(ReplicaSnapshot(info.replica_id, 1, Phase.READY, info)))
         return manager
 
     def client(self, secret: str = SECRET) -> ManagerClient:
@@ -152,108 +165,108 @@ def request(session_id: str, tokens: int = 200) -> SessionRequest:
 
 async def test_every_call_comes_to_the_manager_and_its_answer_back(stage: Stage) -> None:
     manager, client = stage.managers[0], stage.client()
-    admit = await client.open(request("s"))
+    admit = await client.ask(Open(request("s")))
     assert isinstance(admit, Admit)
     assert admit == Admit(manager._allocator.fleet.promises()[0].placement)
-    assert await client.view(0.0) == await manager.view(0.0)
-    assert (await client.ready())["pools"]["prefill"]["replicas"].keys() == {"p0"}
-    assert (await client.status())["promises"][0]["session_id"] == "s"
-    await client.prefill_done("s", 1)
+    assert await client.ask(View(0.0)) == await manager.ask(View(0.0))
+    assert (await client.ask(Ready()))["pools"]["prefill"]["replicas"].keys() == {"p0"}
+    assert (await client.ask(Status()))["promises"][0]["session_id"] == "s"
+    await client.ask(PrefillDone("s", 1))
     assert not manager._allocator.fleet.promises()[0].prefilling
-    await client.close("s", 1, "finished", 5)
+    await client.ask(Close("s", 1, "finished", 5))
     assert stage.open == 0
-    assert (await manager.status())["sessions"]["closed"] == {"finished": 1}
-    refused = await client.open(request("long", 100_000))
+    assert (await manager.ask(Status()))["sessions"]["closed"] == {"finished": 1}
+    refused = await client.ask(Open(request("long", 100_000)))
     assert isinstance(refused, Reject)
     assert refused.retry_after_s is None
-    answer = await client.report(ReplicaSnapshot("p0", 2, Phase.READY, INFO))
+    answer = await client.ask(Report(ReplicaSnapshot("p0", 2, Phase.READY, INFO)))
     assert answer.peers is not None
     assert answer.peers.endpoints == (DECODE.endpoints,)
-    assert await client.silent(["p0", "unheard-of"]) == await manager.silent(["p0", "unheard-of"])
-    await client.lost("d0", gone=True)
-    assert isinstance(await manager.ready(), dict)
-    assert "d0" in (await manager.status())["breakers"]
+    assert await client.ask(Silent(("p0", "unheard-of"))) == await manager.ask(Silent(("p0", "unheard-of")))
+    await client.ask(Lost("d0", gone=True))
+    assert isinstance(await manager.ask(Ready()), dict)
+    assert "d0" in (await manager.ask(Status()))["breakers"]
     assert stage.asked == 1, "one connection serves all calls"
 
 
 async def test_an_error_there_is_the_callers_and_the_connection_goes_on(stage: Stage) -> None:
     client = stage.client()
     with pytest.raises(Unavailable, match="allows no mode"):
-        await client.open(SessionRequest("s", 10, 5, allowed=()))
-    assert isinstance(await client.open(request("t")), Admit)
+        await client.ask(Open(SessionRequest("s", 10, 5, allowed=())))
+    assert isinstance(await client.ask(Open(request("t"))), Admit)
     assert stage.asked == 1
 
 
 async def test_a_cancelled_caller_gives_up_its_place(stage: Stage) -> None:
     client = stage.client()
-    await client.open(request("first"))
-    waiting = asyncio.create_task(client.open(request("second")))
+    await client.ask(Open(request("first")))
+    waiting = asyncio.create_task(client.ask(Open(request("second"))))
     await until(lambda: stage.queued == 1)
     waiting.cancel()
     await until(lambda: stage.queued == 0)
-    await client.close("first", 1, "finished")
+    await client.ask(Close("first", 1, "finished"))
     assert stage.open == 0, "what nobody waits for any more is not placed"
 
 
 async def test_a_caller_that_dies_gives_up_its_places_and_nobody_elses(stage: Stage) -> None:
     dying, living = stage.client(), stage.client()
-    await living.open(request("first"))
-    calls = [asyncio.create_task(dying.open(request("theirs")))]
+    await living.ask(Open(request("first")))
+    calls = [asyncio.create_task(dying.ask(Open(request("theirs"))))]
     await until(lambda: stage.queued == 1)
-    calls.append(asyncio.create_task(living.open(request("ours"))))
+    calls.append(asyncio.create_task(living.ask(Open(request("ours")))))
     await until(lambda: stage.queued == 2)
     assert dying._connection is not None
     dying._connection._transport.abort()
     with pytest.raises(Unavailable, match="has gone"):
         await calls[0]
     await until(lambda: stage.queued == 1)
-    await living.close("first", 1, "finished")
+    await living.ask(Close("first", 1, "finished"))
     assert isinstance(await calls[1], Admit)
 
 
 async def test_a_manager_that_dies_fails_open_calls_at_once_and_the_next_is_found(stage: Stage) -> None:
     client = stage.client()
-    await client.open(request("first"))
-    calls = [asyncio.create_task(client.open(request("second"))), asyncio.create_task(client.view(3600.0))]
+    await client.ask(Open(request("first")))
+    calls = [asyncio.create_task(client.ask(Open(request("second")))), asyncio.create_task(client.ask(View(3600.0)))]
     await until(lambda: stage.queued == 1)
     stage.kill()
     for call in calls:
         with pytest.raises(Unavailable, match="has gone"):
             await call
     with pytest.raises(Unavailable, match="there is no manager"):
-        await client.view(0.0)
+        await client.ask(View(0.0))
     await stage.begin()
-    assert (await client.view(0.0)) == await stage.managers[1].view(0.0)
-    assert isinstance(await client.open(request("third")), Admit)
+    assert (await client.ask(View(0.0))) == await stage.managers[1].ask(View(0.0))
+    assert isinstance(await client.ask(Open(request("third"))), Admit)
     assert stage.open == 1
 
 
 async def test_a_manager_that_leaves_answers_what_it_owes_and_sends_callers_on(stage: Stage) -> None:
     old, client = stage.managers[0], stage.client()
-    await client.open(request("first"))
-    waiting = asyncio.create_task(client.open(request("second")))
-    viewing = asyncio.create_task(client.view(0.3))
+    await client.ask(Open(request("first")))
+    waiting = asyncio.create_task(client.ask(Open(request("second"))))
+    viewing = asyncio.create_task(client.ask(View(0.3)))
     await until(lambda: stage.queued == 1)
     owed = asyncio.create_task(stage.servers[0].retire())
     decision = await waiting
     assert isinstance(decision, Reject)
     assert decision.code == MANAGER_RETIRES
-    early = asyncio.create_task(client.open(request("third")))  # while only the old one is found
+    early = asyncio.create_task(client.ask(Open(request("third"))))  # while only the old one is found
     await asyncio.sleep(0.05)
     assert not early.done()
     await stage.begin()
     assert isinstance(await early, Admit)
-    assert (await client.view(0.0)).life == (await stage.managers[1].view(0.0)).life
-    assert (await viewing).life == (await old.view(0.0)).life, "it was asked before, and is owed"
+    assert (await client.ask(View(0.0))).life == (await stage.managers[1].ask(View(0.0))).life
+    assert (await viewing).life == (await old.ask(View(0.0))).life, "it was asked before, and is owed"
     await owed
     assert not stage.servers[0]._connections
     assert not old._allocator.room
 
 
-async def test_a_manager_that_leaves_does_not_wait_for_ever(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_server, "LAST_ANSWERS_S", 0.05)
+async def test_a_manager_that_leaves_does_not_wait_for_ever(stage: Stage) -> None:
+    stage.servers[0]._timings = Timings(last_answers_s=0.05)
     client = stage.client()
-    viewing = asyncio.create_task(client.view(3600.0))
+    viewing = asyncio.create_task(client.ask(View(3600.0)))
     await until(lambda: stage.asked == 1 and stage.servers[0]._connections)
     await asyncio.sleep(0.01)
     async with asyncio.timeout(60):
@@ -270,19 +283,16 @@ async def test_a_caller_cancelled_while_it_connects_harms_no_other(stage: Stage)
         return await stage.locate()
 
     client._locate = locate
-    first, second = asyncio.create_task(client.view(0.0)), asyncio.create_task(client.view(0.0))
+    first, second = asyncio.create_task(client.ask(View(0.0))), asyncio.create_task(client.ask(View(0.0)))
     await asyncio.sleep(0.01)
     first.cancel()
     found.set()
-    assert (await second).snapshots
+    assert (await second).replicas
     assert stage.asked == 1
 
 
-async def test_a_manager_that_is_not_found_in_time_is_unavailable(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manager_client, "LOCATE_S", 0.05)
-    client = stage.client()
+async def test_a_manager_that_is_not_found_in_time_is_unavailable(stage: Stage) -> None:
+    client = ManagerClient(stage.locate, SECRET, Timings(locate_s=0.05))
 
     async def never() -> str:
         await asyncio.sleep(3600)
@@ -298,16 +308,20 @@ async def test_a_manager_that_is_not_found_in_time_is_unavailable(
     for locate in (never, leaving, nowhere):
         client._locate = locate
         with pytest.raises(Unavailable, match="cannot be reached"):
-            await client.view(0.0)
+            await client.ask(View(0.0))
 
 
 async def test_who_does_not_know_the_secret_is_cut_off_and_others_go_on(stage: Stage) -> None:
     client, stranger = stage.client(), stage.client("another secret")
-    await client.view(0.0)
+    await client.ask(View(0.0))
     with pytest.raises(Unavailable, match="has gone"):
-        await stranger.close("s", 0, "finished")
-    assert (await client.view(0.0)).snapshots
+        await stranger.ask(Withdraw("s", "finished"))
+    assert (await client.ask(View(0.0))).replicas
     assert stage.asked == 2
+
+
+def sealed(message: wire.AnyMessage) -> bytes:
+    return wire.framed(wire.seal(SECRET).pack(wire.packed(message)))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +330,7 @@ async def test_who_does_not_know_the_secret_is_cut_off_and_others_go_on(stage: S
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff",
         b"\0\0\0\0",
-        wire.framed(wire.seal(SECRET).pack(wire.Told(1))),
+        sealed(wire.Answered(1, wire.packed_answer(None))),
         wire.framed(wire.seal(SECRET)._digest(b"\x81") + b"\x81"),
     ],
     ids=["another protocol", "longer than any", "empty", "what only a manager says", "no message"],
@@ -328,42 +342,102 @@ async def test_who_says_what_no_caller_says_is_cut_off(stage: Stage, said: bytes
     async with asyncio.timeout(60):
         assert await reader.read() == b""
     writer.close()
-    assert (await stage.client().view(0.0)).snapshots
-
-
-async def test_an_answer_of_another_kind_is_no_answer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def told(call: wire.Call) -> wire.Answer:
-        return wire.Told(call.number)
-
-    monkeypatch.setattr(stage.servers[0], "answer", told)
-    client = stage.client()
-    for call in (client.open(REQUEST), client.view(0.0), client.report(SNAPSHOT), client.silent(()), client.ready()):
-        with pytest.raises(Unavailable, match="answered with Told"):
-            await call
+    assert (await stage.client().ask(View(0.0))).replicas
 
 
 @pytest.mark.parametrize(
-    "message",
-    [
-        wire.Open(1, REQUEST),
-        wire.Report(2, SNAPSHOT),
-        wire.Heeded(2, ReportAnswer(Peers(9, (("tcp://h:1", "tcp://h:2"),)), True, True, ("s",))),
-        wire.Viewed(3, ManagerView("life", (SNAPSHOT,))),
-        wire.Close(4, "s", 1, "finished", None, True),
-        wire.Rejected(5, Reject("why", 0.5, True, "queue_full")),
-        wire.Shown(6, {"ready": True, "pools": {"a": {"age_s": 0.5, "phase": None}}}),
-    ],
-    ids=lambda message: type(message).__name__,
+    "call", [Open(REQUEST), View(), Report(SNAPSHOT), Silent(()), Ready()], ids=lambda call: type(call).__name__
 )
-def test_messages_come_out_as_they_went_in(message: wire.AnyMessage) -> None:
-    seal = wire.seal(SECRET)
-    again = seal.unpack(seal.pack(message))
-    assert again == message
-    assert msgspec.to_builtins(again) == msgspec.to_builtins(message)
-    for snapshot in (again.snapshot,) if isinstance(again, wire.Report) else ():
+async def test_an_answer_of_another_kind_is_no_answer(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, call: Call[Any]
+) -> None:
+    async def another(call: Call[Any]) -> int:
+        return 7
+
+    monkeypatch.setattr(stage.managers[0], "ask", another)
+    client = stage.client()
+    with pytest.raises(Unavailable, match="is not understood"):
+        await client.ask(call)
+    monkeypatch.undo()
+    assert (await client.ask(View())).replicas
+    assert stage.asked == 1, "only that call fails"
+
+
+class Shout(Call[None], frozen=True, tag=True):
+    """A call of a later version."""
+
+    loudness: int
+
+
+class Lost2(Call[None], frozen=True, tag="Lost"):
+    """A call that has lost a field in a later version."""
+
+
+class Whisper(wire.Message, frozen=True):
+    """A message of a later version."""
+
+
+@pytest.mark.parametrize("call", [Shout(11), Lost2()], ids=["unknown", "without a field"])
+async def test_a_call_of_another_version_is_unavailable_and_harms_no_other(stage: Stage, call: Call[None]) -> None:
+    client = stage.client()
+    with pytest.raises(Unavailable, match="no call of this version"):
+        await client.ask(call)
+    assert (await client.ask(View())).replicas
+    assert stage.asked == 1
+
+
+async def test_a_message_of_another_version_fails_its_call_alone(stage: Stage) -> None:
+    """Both ways: what a caller says to an older manager, and what a manager says to an older caller."""
+    client = stage.client()
+    await client.ask(View())
+    viewing = asyncio.create_task(client.ask(View(3600.0)))
+    ours, (theirs,) = client._connection, stage.servers[0]._connections
+    assert ours is not None
+    await until(lambda: ours._open)
+    (number,) = ours._open
+    for side, said in ((ours, 7), (theirs, number)):
+        side._transport.write(wire.framed(wire.seal(SECRET).pack(msgspec.Raw(msgspec.msgpack.encode(Whisper(said))))))
+    with pytest.raises(Unavailable, match="of another version"):
+        await viewing
+    assert (await client.ask(View())).replicas
+    assert stage.asked == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Open(REQUEST), Report(SNAPSHOT), Close("s", 1, "finished", None, True), Withdraw("s", "cancelled")],
+    ids=lambda call: type(call).__name__,
+)
+def test_calls_come_out_as_they_went_in(call: Call[Any]) -> None:
+    again = wire.call_of(wire.packed_call(call))
+    assert again == call
+    assert msgspec.to_builtins(again) == msgspec.to_builtins(call)
+    for snapshot in (again.snapshot,) if isinstance(again, Report) else ():
         assert isinstance(snapshot.reservations[0], Reservation)
         assert isinstance(snapshot.movable, frozenset)
         assert isinstance(snapshot.phase, Phase)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (Open(REQUEST), Reject("why", 0.5, True, "queue_full")),
+        (Report(SNAPSHOT), ReportAnswer(Peers(9, (("tcp://h:1", "tcp://h:2"),)), True, True, ("s",))),
+        (View(), ManagerView("life", (Occupancy(INFO, 2, Reservation(4, 3, 40, 32, 0.5)),))),
+        (Silent(("a", "b")), ("b",)),
+        (Ready(), {"ready": True, "pools": {"a": {"age_s": 0.5, "phase": None}}}),
+        (Lost("a"), None),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_answers_come_out_as_they_went_in(call: Call[Any], answer: Any) -> None:
+    again = wire.answer_of(call, wire.packed_answer(answer))
+    assert again == answer
+    assert msgspec.to_builtins(again) == msgspec.to_builtins(answer)
+
+
+def test_every_call_has_an_answer_on_the_wire() -> None:
+    assert set(wire._ANSWERS) == set(get_args(calls.AnyCall))
 
 
 def test_what_is_sealed_for_the_channel_is_none_of_the_managers() -> None:

@@ -6,17 +6,22 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.v1.engine import FinishReason
 
 from deployments.errors import Unavailable
-from deployments.manager import stand_in
+from deployments.manager.calls import Call, Close, Lost, Open, PrefillDone, Ready, Status, View
+from deployments.manager.timings import Timings
 from deployments.messages import ManagerView
 from load_tests.harness.control_plane import PREFILL, REPLICAS, SMALL, Answer, InProcess, config, in_process, until
+from tests.deployments.asked import intercept
 
 LENGTH = FinishReason.LENGTH
+QUICK = Timings(view_every_s=0.02, again_s=0.02)
+"""A view comes every moment, and is soon missed."""
 _random = random.Random(11)
 
 
@@ -24,22 +29,15 @@ def prompt(tokens: int) -> list[int]:
     return [_random.randint(100, 40_000) for _ in range(tokens)]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A view after every moment, and soon missed."""
-    monkeypatch.setattr(stand_in, "VIEW_EVERY_S", 0.02)
-    monkeypatch.setattr(stand_in, "AGAIN_S", 0.02)
-
-
 @pytest.fixture
 async def cluster(no_leaks: None, request: pytest.FixtureRequest) -> AsyncIterator[InProcess]:
     """A cluster whose ingress has a view. A parameter: what its configuration is made with, and its replicas."""
     parameter: tuple[dict[str, Any], tuple[str, ...]] = getattr(request, "param", ({}, tuple(REPLICAS)))
     options, replica_ids = dict(parameter[0]), parameter[1]
-    ingresses = options.pop("ingresses", 1)
+    ingresses, timings = options.pop("ingresses", 1), options.pop("timings", QUICK)
     made = config(**options)
     made = made.model_copy(update={"ingress": made.ingress.model_copy(update={"replicas": ingresses})})
-    async with in_process(made, replica_ids) as cluster:
+    async with in_process(made, replica_ids, manager_timings=timings) as cluster:
         await viewed(cluster, len(replica_ids))
         yield cluster
 
@@ -53,7 +51,7 @@ async def viewed(cluster: InProcess, replicas: int) -> None:
     """Wait until the ingress knows so many replicas."""
 
     async def look() -> bool:
-        return len(cluster.stand_in._view.snapshots) == replicas
+        return len(cluster.stand_in._view.replicas) == replicas
 
     await until(look)
 
@@ -85,7 +83,7 @@ async def reserved(cluster: InProcess) -> dict[str, int]:
         return await cluster._are_ready(tuple(cluster.replicas))
 
     await until(look)
-    pools = (await cluster.manager.ready())["pools"].values()
+    pools = (await cluster.manager.ask(Ready()))["pools"].values()
     loads = {name: each["load"] for pool in pools for name, each in pool["replicas"].items()}
     return {name: load["total_blocks"] - load["free_blocks"] for name, load in loads.items()}
 
@@ -132,7 +130,7 @@ async def test_answers_go_on_and_new_ones_are_placed_and_the_ledger_is_exact_aga
 
     counted = await reserved(cluster)
     assert counted == {**by_tasks(cluster, before + meanwhile), PREFILL: 0}, "exact as soon as it places"
-    assert not (await cluster.manager.status())["promises"]
+    assert not (await cluster.manager.ask(Status()))["promises"]
     assert not [answer for answer in before + meanwhile if answer.reason is not None], "it ended too early"
     hasten(cluster)
     for asked, answer in zip(prompts, before + meanwhile, strict=True):
@@ -200,7 +198,7 @@ async def test_who_waits_for_room_waits_on_whoever_places(cluster: InProcess) ->
     await away(cluster)
 
     async def waits() -> bool:
-        return bool((await cluster.stand_in._acting.status())["sessions"]["queued"] == 1)
+        return bool((await cluster.stand_in._acting.ask(Status()))["sessions"]["queued"] == 1)
 
     await until(waits)
     await back(cluster)
@@ -223,7 +221,7 @@ async def test_each_of_several_ingresses_fills_its_share_only(cluster: InProcess
     answers = [await cluster.ask(prompt(8), max_tokens=28) for _ in range(room + 2)]
 
     async def waits() -> bool:
-        return bool((await cluster.stand_in._acting.status())["sessions"]["queued"] == 2)
+        return bool((await cluster.stand_in._acting.ask(Status()))["sessions"]["queued"] == 2)
 
     await until(waits)
     assert cluster.stand_in.counters["placed"] == room
@@ -234,60 +232,55 @@ async def test_each_of_several_ingresses_fills_its_share_only(cluster: InProcess
     await cluster.settle()
 
 
-async def test_an_old_view_is_not_placed_by(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_old_view_is_not_placed_by(cluster: InProcess) -> None:
     await away(cluster)
-    assert (await cluster.stand_in.ready())["ready"]
-    assert (await cluster.stand_in.ready())["manager"] == "away"
-    monkeypatch.setattr(stand_in, "OLDEST_S", 0.0)
-    monkeypatch.setattr(stand_in, "AGAIN_S", 0.001)
+    assert (await cluster.stand_in.ask(Ready()))["ready"]
+    assert (await cluster.stand_in.ask(Ready()))["manager"] == "away"
+    cluster.stand_in._viewed_s -= QUICK.view_oldest_s
     answer = await cluster.answer(prompt(8), max_tokens=5)
     assert type(answer.context.error) is Unavailable
     assert answer.context.error.retry_after_s
     with pytest.raises(Unavailable):
-        await cluster.stand_in.ready()
+        await cluster.stand_in.ask(Ready())
     await back(cluster)
     assert (await cluster.answer(prompt(8), max_tokens=5)).reason is LENGTH
-    assert "manager" not in await cluster.stand_in.ready()
+    assert "manager" not in await cluster.stand_in.ask(Ready())
     await cluster.settle()
 
 
+@pytest.mark.parametrize("cluster", [({"timings": replace(QUICK, view_late_s=0.1)}, tuple(REPLICAS))], indirect=True)
 async def test_a_manager_that_only_hangs_is_told_later_what_it_missed(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stand_in, "LATE_S", 0.1)
     held = await (await cluster.ask(prompt(20), max_tokens=60)).has(3)
     hangs = asyncio.Event()
 
-    def hang(name: str) -> None:
-        really = getattr(cluster.manager, name)
+    really = cluster.manager.ask
 
-        async def call(*args: Any) -> Any:
-            await hangs.wait()
-            return await really(*args)
+    async def hang(call: Call[Any]) -> Any:
+        await hangs.wait()
+        return await really(call)
 
-        monkeypatch.setattr(cluster.manager, name, call)
-
-    for name in ("open", "close", "prefill_done", "view"):
-        hang(name)
+    intercept(monkeypatch, cluster.manager, Open | Close | PrefillDone | View, hang)
     assert (await cluster.answer(prompt(20), max_tokens=60)).reason is LENGTH
     await held.over()
     assert cluster.stand_in.counters == {"absences": 1, "placed": 1}
-    assert (await cluster.manager.status())["sessions"]["open"] == 1
+    assert (await cluster.manager.ask(Status()))["sessions"]["open"] == 1
     hangs.set()
     await cluster.settle()
-    assert (await cluster.manager.status())["sessions"]["closed"] == {"length": 1}
+    assert (await cluster.manager.ask(Status()))["sessions"]["closed"] == {"length": 1}
     assert not cluster.stand_in._untold
 
 
 async def test_views_are_of_those_that_can_be_placed_on_and_of_what_they_hold(cluster: InProcess) -> None:
     answer = await (await cluster.ask(prompt(20), max_tokens=60)).has(3)
     placed = await cluster.placed(answer)
-    view: ManagerView = await cluster.manager.view()
-    held = {snapshot.replica_id: snapshot.reservations[0].blocks for snapshot in view.snapshots}
+    view: ManagerView = await cluster.manager.ask(View())
+    held = {replica.info.replica_id: replica.held.blocks for replica in view.replicas}
     assert held.keys() == set(REPLICAS)
     assert held[placed["decode"]] == placed["reserved_blocks"] == 20
-    await cluster.manager.lost(placed["decode"])
-    view = await cluster.manager.view()
-    assert {snapshot.replica_id for snapshot in view.snapshots} == set(REPLICAS) - {placed["decode"]}
+    await cluster.manager.ask(Lost(placed["decode"]))
+    view = await cluster.manager.ask(View())
+    assert {replica.info.replica_id for replica in view.replicas} == set(REPLICAS) - {placed["decode"]}
     await answer.over()
     await cluster.settle()

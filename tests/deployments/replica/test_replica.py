@@ -20,6 +20,7 @@ from configs.schema import PlacementConfig
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Identity, Output, Step
 from deployments.errors import Unavailable
+from deployments.manager.calls import Call, Report
 from deployments.messages import (
     MOVED,
     CacheChange,
@@ -119,7 +120,9 @@ class Manager:
         self.refused = 0
         self._came = asyncio.Event()
 
-    async def report(self, snapshot: ReplicaSnapshot) -> ReportAnswer:
+    async def ask(self, call: Call[Any]) -> Any:
+        assert isinstance(call, Report), "a replica asks for nothing else"
+        snapshot = call.snapshot
         if self.outage is not None:
             self.refused += 1
             raise self.outage
@@ -226,17 +229,17 @@ async def test_versions_grow_over_a_restart_too(up: Fixture) -> None:
 async def test_no_change_is_lost_between_two_reports(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change right after a snapshot is news at the next interval, not at the next heartbeat."""
     taken: list[float | None] = []
-    report = up.manager.report
+    report = up.manager.ask
 
-    async def report_then_change(snapshot: ReplicaSnapshot) -> ReportAnswer:
-        answer = await report(snapshot)
+    async def report_then_change(call: Report) -> ReportAnswer:
+        answer: ReportAnswer = await report(call)
         if len(taken) < 5:
-            taken.append(snapshot.counters.get("n"))
+            taken.append(call.snapshot.counters.get("n"))
             up.engine.put(counters={"n": 100 + len(taken)})
             await until(lambda: up.replica._readings.load.counters["n"] == 100 + len(taken))
         return answer
 
-    monkeypatch.setattr(up.manager, "report", report_then_change)
+    monkeypatch.setattr(up.manager, "ask", report_then_change)
     up.engine.put(counters={"n": 100})
     await up.manager.until(lambda snapshot: snapshot.counters.get("n") == 105)
 

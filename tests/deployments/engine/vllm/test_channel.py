@@ -26,6 +26,7 @@ from deployments.engine.build import environment
 from deployments.engine.protocol import Step
 from deployments.host.processes import descendants
 from deployments.host.shared_memory import PREFIXES, shared_memory_of
+from deployments.manager.calls import Status
 from deployments.messages import Mode
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer
 from tests.deployments.real_engines import RealEngines
@@ -251,7 +252,7 @@ async def test_a_crowd_is_moved_about_and_nothing_is_computed_again(model: Path)
         assert moved > len(asked)
         assert sum(computed) == 0
         await engines.all_is_free()
-        assert (await engines.manager.status())["sessions"]["closed"].get("lost", 0) == 0
+        assert (await engines.manager.ask(Status()))["sessions"]["closed"].get("lost", 0) == 0
 
 
 async def test_without_a_block_to_spare_a_moved_session_computes_again(model: Path) -> None:

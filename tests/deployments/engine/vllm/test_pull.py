@@ -24,6 +24,7 @@ from configs.schema import (
 )
 from deployments.engine.build import environment
 from deployments.engine.protocol import Step
+from deployments.manager.calls import Status
 from deployments.messages import Mode, SessionReport, SessionTask, StepSample
 from load_tests.harness.control_plane import PREFILL, SMALL, until
 from tests.deployments.real_engines import RealEngines
@@ -174,4 +175,4 @@ async def test_a_cancel_frees_both_sides(cluster: RealEngines, monkeypatch: pyte
 
 
 async def _runs(cluster: RealEngines, replica_id: str) -> bool:
-    return bool((await cluster.manager.status())["replicas"][replica_id]["sessions"])
+    return bool((await cluster.manager.ask(Status()))["replicas"][replica_id]["sessions"])

@@ -1,0 +1,146 @@
+"""The session manager's whole interface: one frozen message per call.
+
+`ask(call)` is how every call is made: to the manager itself, over a connection (`client`), and to the stand-in. A call
+names the type of its answer: `Call[Admit | Reject]` is answered with `Admit` or `Reject`, `Call[None]` with nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from deployments.messages import (
+    Admit,
+    ManagerView,
+    Placement,
+    Reject,
+    ReplicaSnapshot,
+    ReportAnswer,
+    SessionRequest,
+)
+
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Call(msgspec.Struct, Generic[A_co], frozen=True, tag=True):
+    """Base of all calls; the parameter is the type of the answer."""
+
+
+class Open(Call[Admit | Reject], frozen=True, tag=True):
+    """Place a session. Waits for capacity, at most as long as the queue lets it.
+
+    A placement must be closed, whatever becomes of the session; until then its blocks are reserved. Opening a session
+    again gives it a new epoch. A cancelled call leaves nothing behind. Fails where the session is waiting already, and
+    where the request allows no mode.
+    """
+
+    request: SessionRequest
+
+
+class PrefillDone(Call[None], frozen=True, tag=True):
+    """The prompt is computed, so its prefill replica has that much less to do; idempotent."""
+
+    session_id: str
+    epoch: int
+
+
+class Close(Call[None], frozen=True, tag=True):
+    """A placement is over, and the replicas' calls have ended: its blocks are free; idempotent.
+
+    `output_tokens`: of the answer; None where it is not known. `ended`: the replica that writes the answer has said
+    that its part is over. Then it holds nothing of the session, even if its newest report still lists it.
+    """
+
+    session_id: str
+    epoch: int
+    outcome: str
+    output_tokens: int | None = None
+    ended: bool = False
+
+
+class Withdraw(Call[None], frozen=True, tag=True):
+    """Take back the opening of a session whose placement the caller never learnt, and close what is open of it.
+
+    Calls may overtake each other: the opening may still be on its way, and is then refused.
+    """
+
+    session_id: str
+    outcome: str
+
+
+class Lost(Call[None], frozen=True, tag=True):
+    """A session was lost on a replica: nothing is placed there for a while, nor until the replica reports again.
+
+    `gone`: Serve has taken the replica out, though it may go on reporting until it is stopped.
+    """
+
+    replica_id: str
+    gone: bool = False
+
+
+class Silent(Call[tuple[str, ...]], frozen=True, tag=True):
+    """Which of these replicas have not reported for `snapshot_stale_s`, or are not known at all.
+
+    A manager that has just begun knows no replica yet, and calls none silent.
+    """
+
+    replica_ids: tuple[str, ...]
+
+
+class View(Call[ManagerView], frozen=True, tag=True):
+    """What an ingress needs to place sessions while the manager is away.
+
+    `after_s`: seconds until the answer. An open call breaks at once when the manager dies, so an ingress that always
+    has one open finds out at once.
+    """
+
+    after_s: float = 0.0
+
+
+class Report(Call[ReportAnswer], frozen=True, tag=True):
+    """A replica's load: on change, at most every `snapshot_interval_s`, and at least every second.
+
+    The answer has the replica's peers when it does not know them, and the sessions that it is to let go.
+    """
+
+    snapshot: ReplicaSnapshot
+
+
+class Ready(Call[dict[str, Any]], frozen=True, tag=True):
+    """Whether every pool of the configuration has a replica to place on, and every replica's phase.
+
+    `{"ready", "pools": {name: {"ready", "replicas": {id: {"phase", "age_s", "fresh", "load"}}}}}`
+    """
+
+
+class Status(Call[dict[str, Any]], frozen=True, tag=True):
+    """Everything that the manager knows: what `Ready` says, sessions, promises, the queue, predictions, replicas.
+
+    Counts begin when the manager does.
+    """
+
+
+class Adopt(Call[None], frozen=True, tag=True):
+    """Count a session that another manager has placed. It must be closed like all others.
+
+    `prefilling`: its prompt is not computed yet. Fails where this manager knows the placement already.
+    """
+
+    placement: Placement
+    prompt_tokens: int
+    prefilling: bool
+
+
+Notice = PrefillDone | Close | Withdraw | Lost
+"""Calls that tell the manager something and need no answer."""
+AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Adopt
+Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | dict[str, Any] | None
+
+
+class Manager(Protocol):
+    """Answers calls: the manager itself, its client, or the stand-in."""
+
+    async def ask(self, call: Call[A]) -> A:
+        """The answer to a call. Raises Unavailable when the manager cannot be reached, or cannot answer."""

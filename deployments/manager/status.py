@@ -1,0 +1,117 @@
+"""What the session manager shows of itself, for `/ready` and `/baton/status`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deployments.fleet.columns import ReplicaView
+from deployments.fleet.ledger import Promise
+from deployments.messages import Admit, Phase, Reject, ReplicaSnapshot
+from deployments.policy.allocator import Allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sessions since the manager began: placed, by mode; rejected, by code; closed, by outcome."""
+
+    modes: Counter[str] = field(default_factory=Counter)
+    rejects: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def decided(self, decision: Admit | Reject) -> None:
+        """A session was placed or rejected."""
+        if isinstance(decision, Admit):
+            self.modes[decision.placement.mode.value] += 1
+        else:
+            self.rejects[decision.code or "never_fits"] += 1
+
+    def closed(self, outcome: str, sessions: int) -> None:
+        """So many sessions were closed."""
+        if sessions:
+            self.outcomes[outcome] += sessions
+
+
+def ready(allocator: Allocator, now_s: float) -> dict[str, Any]:
+    """See `calls.Ready`."""
+    loads = {view.info.replica_id: _load(view) for view in allocator.fleet.view(now_s).ready}
+    pools = {
+        pool: {
+            "ready": any(replica.fresh and replica.phase is Phase.READY for replica in replicas.values()),
+            "replicas": {
+                replica_id: {
+                    "phase": replica.phase.value,
+                    "age_s": round(replica.age_s, 3),
+                    "fresh": replica.fresh,
+                    "load": loads.get(replica_id, {}),
+                }
+                for replica_id, replica in replicas.items()
+            },
+        }
+        for pool, replicas in allocator.fleet.phases(now_s).items()
+    }
+    return {"ready": all(pool["ready"] for pool in pools.values()), "pools": pools}
+
+
+def status(allocator: Allocator, counts: Counts, now_s: float) -> dict[str, Any]:
+    """See `calls.Status`."""
+    promises = allocator.fleet.promises()
+    return {
+        **ready(allocator, now_s),
+        "sessions": {"open": len(promises), "queued": len(allocator.room), "closed": dict(counts.outcomes)},
+        "modes": dict(counts.modes),
+        "rejects": dict(counts.rejects),
+        "breakers": {name: round(left_s, 3) for name, left_s in allocator.breakers.shut(now_s).items()},
+        "predictions": allocator.predictions(),
+        "promises": [_promise(promise, now_s) for promise in promises],
+        "replicas": {name: _numbers(each) for name, each in allocator.fleet.snapshots().items()},
+    }
+
+
+def _load(view: ReplicaView) -> dict[str, Any]:
+    info = view.info
+    return {
+        "total_blocks": info.total_blocks,
+        "free_blocks": view.free_blocks,
+        "sessions": view.sessions,
+        "max_sessions": info.max_sessions,
+        "backlog_tokens": view.backlog_tokens,
+    }
+
+
+def _numbers(snapshot: ReplicaSnapshot) -> dict[str, Any]:
+    """What a replica says of itself."""
+    info = snapshot.info
+    return {
+        "pool": info.pool if info else snapshot.pool,
+        "role": info.role.value if info else None,
+        "node_id": info.node_id if info else None,
+        "phase": snapshot.phase.value,
+        "version": snapshot.version,
+        "total_blocks": info.total_blocks if info else 0,
+        "used_blocks": snapshot.used_blocks,
+        "running": snapshot.running,
+        "waiting": snapshot.waiting,
+        "backlog_tokens": snapshot.backlog_tokens,
+        "sessions": len(snapshot.sessions),
+        "counters": dict(snapshot.counters),
+    }
+
+
+def _promise(promise: Promise, now_s: float) -> dict[str, Any]:
+    placement = promise.placement
+    return {
+        "session_id": placement.session_id,
+        "epoch": placement.epoch,
+        "mode": placement.mode.value,
+        "reason": placement.reason,
+        "decode": placement.decode.replica_id if placement.decode else None,
+        "prefill": placement.prefill.replica_id if placement.prefill else None,
+        "reserved_blocks": placement.reserved_blocks,
+        "prompt_tokens": promise.prompt_tokens,
+        "prefilling": promise.prefilling,
+        "cached_tokens": placement.cached_tokens,
+        "forecast": asdict(placement.forecast),
+        "age_s": round(now_s - promise.at_s, 3),
+    }

@@ -28,7 +28,7 @@ class Application:
 
     `environment`: variables of all its processes beside our own. `ray`: the ports of GCS and dashboard of a Ray that
     runs on this machine, to be joined and left running; else it has one of its own. `options`: more for the launcher.
-    Whoever makes one stops it.
+    The caller that makes one stops it.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from app.launch import ports as port_module
 from app.launch.ports import free_port, port_is_free
 
 
-def test_a_free_port_is_given_to_no_one_else() -> None:
+def test_a_free_port_is_given_only_once() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         chosen_by_the_system = server.getsockname()[1]

@@ -3,17 +3,18 @@
 `make bench NAME=manager`, or with `ARGS="--replicas 10,100 --ingresses 1,2 --seconds 4"`. Progress goes to stderr; the
 last line of stdout is one JSON object.
 
-**What runs.** The session manager in a process of its own, with its server, as under Serve; no Serve, no engine. One
-process plays all replicas: each has a connection of its own and reports as the manager lets it, whatever there is to
-tell: five steps, eight sessions that others placed, some thirty counters. Ingress processes open, report prefilled and
-close `--rate` requests a second together, each session lasting `SESSION_S`, and keep a view of the fleet, as ingresses
-do. Nobody's prompt is cached, and memory is ample.
+**What runs.** The session manager runs in a process of its own, with its server, as under Serve. There is no Serve and
+no engine. One process plays all replicas. Each replica has a connection of its own, and reports as often as the manager
+lets it, whether or not there is news. A report has five steps, eight sessions that others placed, and thirty counters.
+The ingress processes together open, report prefilled and close `--rate` requests a second. Each session lasts
+`SESSION_S`. Each ingress also keeps a view of the fleet, as ingresses do. No prompt is cached, and memory is ample.
 
-**Figures.** CPU of the manager's process: `reports_core_share`, of a core, before there is any ingress; with so many
-ingresses `views_core_share`, what their views add, and `cpu_us_per_request`, what a request adds to both.
-`open_ms_p50` and `open_ms_p99`: from the question to the placement, at the ingress. `growth`: `cpu_us_per_request` of
-the most replicas over that of the fewest, and of the most ingresses over that of the fewest, others alike. Replicas,
-ingresses and the manager share the machine's cores, so times at the ingress mean less than CPU.
+**Figures.** CPU is that of the manager's process. `reports_core_share`: the share of a core that it uses before there
+is any ingress. The other figures are by the number of ingresses. `views_core_share`: the share that their views add.
+`cpu_us_per_request`: what a request adds to both. `open_ms_p50` and `open_ms_p99`: from the question to the placement,
+at the ingress. `growth` compares `cpu_us_per_request`: of the most replicas over that of the fewest, and of the most
+ingresses over that of the fewest, with everything else alike. Replicas, ingresses and the manager share the machine's
+cores, so times at the ingress mean less than CPU.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ STEPS = tuple(StepSample(0.02, 0, 0, 8, 4000) for _ in range(5))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it and print the figures."""
+    """Runs the benchmark and prints the figures."""
     options = _options().parse_args(arguments)
     begun = conditions()
     by_replicas = {}
@@ -154,7 +155,7 @@ class _Process:
         self._pipe.close()
 
     def told(self) -> Any:
-        """What it says next. Raises EOFError when it has ended instead, TimeoutError when it says nothing."""
+        """The next message of the process. Raises EOFError when it has ended, TimeoutError after `PATIENCE_S`."""
         if not self._pipe.poll(PATIENCE_S):
             raise TimeoutError(f"{self._process.name} said nothing for {PATIENCE_S:g} s")
         return self._pipe.recv()
@@ -167,7 +168,7 @@ class _Process:
         return float(self.told())
 
     def cpu_share(self, seconds: float) -> float:
-        """Of a core, that it uses over so long."""
+        """The share of a core that the process uses over `seconds`."""
         begun_s, before_s = time.monotonic(), self.cpu_s()
         time.sleep(seconds)
         return (self.cpu_s() - before_s) / (time.monotonic() - begun_s)

@@ -50,11 +50,11 @@ SHAPE = Shape("overhead", 32, 64)
 ENGINE, DAEMONS = "engine", "daemons"
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 Usage = dict[int, tuple[str, float]]
-"""By process id: what it is, and the CPU seconds that it has used."""
+"""By process id: the part of the server that it is, and the CPU seconds that it has used."""
 
 
 def part_of(name: str, on_ray: bool) -> str:
-    """Which part of a server a process is, by its title."""
+    """The part of a server that a process is, found from its title."""
     if name.startswith("VLLM::") and "APIServer" not in name:
         return ENGINE
     if not on_ray:
@@ -68,14 +68,14 @@ def part_of(name: str, on_ray: bool) -> str:
 
 
 def usage(peer: Peer) -> Usage:
-    """Of every process of a server."""
+    """The usage of every process of a server."""
     titles = {pid: title(pid) for pid in peer.group.pids()}
     on_ray = any(name.startswith("ray::") for name in titles.values())
     return {pid: (part_of(titles[pid], on_ray), used) for pid, used in cpu_by_process(titles).items()}
 
 
 def used_between(before: Usage, after: Usage) -> dict[str, float]:
-    """CPU seconds by part. A process that is not in both is left out: it came or went within the window."""
+    """CPU seconds by part. A process that is not in both is left out: it started or ended within the window."""
     parts: dict[str, float] = {}
     for pid, (part, used) in after.items():
         if pid in before:
@@ -117,7 +117,7 @@ def _millis(seconds: float | None) -> float | None:
 
 
 async def measure(peer: Peer, streams: int, seconds: float, step_s: float) -> dict[str, Any]:
-    """One number of streams on one running server."""
+    """Measures one number of streams on one running server."""
     source, begin_s, end_s, stolen = asks(SHAPE, streams), seconds / 4, 1.25 * seconds, Stolen()
     async with Client(peer.urls, peer.model) as client, asyncio.TaskGroup() as group:
         running = group.create_task(closed_loop(client, source.__next__, streams, end_s, ramp_s=begin_s))
@@ -131,7 +131,7 @@ async def measure(peer: Peer, streams: int, seconds: float, step_s: float) -> di
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every server in turn; one that fails is null, with the reason under `failures`."""
+    """Measures every server in turn. What a failed server did not give is null, and `failures` has the reason."""
     before, double = conditions(), Double(options.step_s, settings(), options.ingresses)
     by_streams: dict[str, dict[str, Any]] = {str(count): dict.fromkeys(options.peers) for count in options.streams}
     failures: dict[str, str] = {}

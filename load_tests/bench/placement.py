@@ -60,7 +60,7 @@ PRIOR = (4e-3, 3e-5, 1e-9, 2e-5, 5e-9)
 
 
 class Cluster:
-    """An allocator with so many replicas, blocks in its index, and sessions in flight."""
+    """An allocator with a given number of replicas, blocks in its index and sessions in flight."""
 
     def __init__(self, replicas: int, blocks: int, sessions: int, seed: int, shared: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -94,7 +94,7 @@ class Cluster:
         return tuple(self.rng.getrandbits(64) for _ in range(count))
 
     def _fill(self) -> float:
-        """Half of the prefixes on one replica, half on two. Returns bytes per block."""
+        """Stores half of the prefixes on one replica each, and half on two. Returns bytes per block."""
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         self.allocator.predictors.index = PrefixIndex()
@@ -107,7 +107,7 @@ class Cluster:
 
     def _store(self, info: ReplicaInfo, hashes: tuple[int, ...]) -> None:
         sequence = self.sequences[info.replica_id] = self.sequences[info.replica_id] + 1
-        # Integers of their own, as they come off the wire: the index cannot count on ours.
+        # New integer objects, as they come off the wire: the index cannot count on sharing those of the benchmark.
         stored = tuple(int.from_bytes(each.to_bytes(8, "little"), "little") for each in hashes)
         self.allocator.predictors.index.apply(
             info.replica_id, CacheChange(sequence, stored, (), sequence == 1), self.now_s
@@ -131,7 +131,7 @@ class Cluster:
         return SessionRequest(f"s{self.number}", tokens, 256, MODES, hashes=hashes, client=client, chat=True)
 
     def decide(self) -> float:
-        """Open one session; seconds that it took."""
+        """Opens one session. Returns the seconds that it took."""
         request = self.request()
         self.now_s += 1e-4
         begun = time.perf_counter()
@@ -143,7 +143,7 @@ class Cluster:
         return took_s
 
     def turn(self) -> float:
-        """Another session ends its prefill, one closes, and a replica reports; seconds that it took."""
+        """Another session ends its prefill, one closes, and a replica reports. Returns the seconds that this took."""
         begun = time.perf_counter()
         session_id, epoch = self.flying[self.rng.randrange(len(self.flying))]
         self.allocator.prefill_done(session_id, epoch, self.now_s)
@@ -164,7 +164,7 @@ def _info(number: int) -> ReplicaInfo:
 
 
 def measure(cluster: Cluster, decisions: int, collector: Collector) -> dict[str, float]:
-    """Microseconds of so many decisions."""
+    """Measures `decisions` decisions, and then one collection of everything."""
     took: list[float] = []
     events: list[float] = []
     for _ in range(decisions):
@@ -185,7 +185,7 @@ def measure(cluster: Cluster, decisions: int, collector: Collector) -> dict[str,
 
 
 def run(replicas: Sequence[int], blocks: int, sessions: int, decisions: int, seed: int) -> dict[str, Any]:
-    """Every size in turn. The index's memory is that of the largest."""
+    """Measures every size in turn. The index's memory is that of the largest."""
     by_replicas: dict[str, dict[str, float]] = {}
     index_bytes = 0.0
     for count in replicas:
@@ -202,7 +202,9 @@ def run(replicas: Sequence[int], blocks: int, sessions: int, decisions: int, see
 
 def _warm_and_measure(cluster: Cluster, decisions: int) -> dict[str, float]:
     collector = Collector()
-    measure(cluster, max(50, decisions // 10), collector)  # what the first ones pay for is not a decision's cost
+    measure(
+        cluster, max(50, decisions // 10), collector
+    )  # the first decisions also pay for warming up, which does not count
     return measure(cluster, decisions, collector)
 
 

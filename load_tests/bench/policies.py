@@ -1,35 +1,39 @@
 """How placement policies compare under load, in the simulator: the real policy code over simulated replicas.
 
-`make bench NAME=policies`, or with `ARGS="--replicas 64 --traces azure --loads 0.8,1,2 --policies joint,round_robin"`;
-`--quick` for a look within half a minute. By the time of single runs it takes about an hour on two cores, and
-`--replicas 1000`, which is not part of it, longer. `--prefill 36`: so many of the replicas prefill. Progress goes to
-stderr; the last line of stdout is one JSON object.
+`make bench NAME=policies`, or with `ARGS="--replicas 64 --traces azure --loads 0.8,1,2 --policies joint,round_robin"`.
+`--quick` gives a first look within half a minute. The whole benchmark takes about an hour on two cores, by the times of
+single runs. `--replicas 1000` is not part of it and takes longer. `--prefill 36` sets how many of the replicas prefill.
+Progress goes to stderr; the last line of stdout is one JSON object.
 
-**What runs.** Every trace at every load on fleets of every size (`load_tests/simulator/profiles.py`: prefill on H100,
-decode on H100 and H200, and where the numbers are from), once per policy without admission. Every policy may have
-admission: `joint` runs with it everywhere, the others that `--admitted` names at the knee. Loads are parts of an
-estimate of the fleet's capacity; what that is, and the objectives, is at the top of
-`load_tests/simulator/experiment.py`. The same seed, arrivals and fleet for all. Then `joint` again at the knee with
-eight ingresses and snapshots that come 100 ms late, twice: all ask one session manager, a call to it taking 1 ms each
-way (how the application runs), and each decides for itself with a ledger of its own (how it would without a manager).
+**What runs.** Every trace runs at every load on fleets of every size, once per policy without admission.
+`load_tests/simulator/profiles.py` describes the fleet: prefill on H100, decode on H100 and H200, and where the numbers
+are from. Every policy may have admission: `joint` runs with it everywhere, and the policies that `--admitted` names run
+with it at the knee. A load is a part of the fleet's estimated capacity. The top of
+`load_tests/simulator/experiment.py` defines that estimate and the objectives. All runs have the same seed, arrivals and
+fleet.
 
-**What is measured.** `runs`: a row each, over the requests that arrive in the second half of the time (`counted_s`): in
-the first, `warmup_s`, an empty fleet fills up, which takes longer than an answer does. `offered`, `goodput`: requests
-per second, all and those within both objectives. `whole_goodput`, `whole_refused`: with the first half, in which who
-refuses many leaves more room for later. `ttft_*`, `tpot_*`: of the served ones. `hit_rate`: prompt blocks
-found in the cache of whoever prefilled, of all. `preemptions`: of the whole run. `refused`:
-requests not served, for whatever reason (`refusals`). `summary`, for each trace and fleet: the knee is the first load
-at which even the best of the other policies serves less than 95% of what is offered within the objectives, all without
-admission. `goodput_ratio` is `joint` over each policy there, like with like: `with_admission`, `without_admission`;
-`whole_goodput_ratio` with the first half.
-`admission_ratio` is `joint` with admission over each policy without. `overload`: goodput at twice the load at which it
-is highest, over the highest. `ingress8`, `allocators8`: goodput at the knee with eight ingresses that share a manager,
-and with eight that decide for themselves, over that with one ingress and fresh snapshots.
+Then `joint` runs twice more at the knee, with eight ingresses and snapshots that come 100 ms late. The first time all
+ingresses ask one session manager, and a call to it takes 1 ms each way: this is how the application runs. The second
+time each ingress decides for itself with a ledger of its own: this is how it would run without a manager.
+
+**What is measured.** `runs` has a row for each run, over the requests that arrive in the second half of the time
+(`counted_s`). In the first half, `warmup_s`, an empty fleet fills up, which takes longer than an answer does.
+`offered`, `goodput`: requests per second, all of them and those within both objectives. `whole_goodput`,
+`whole_refused`: with the first half included, where a policy that refuses many requests leaves more room for later.
+`ttft_*`, `tpot_*`: of the served requests. `hit_rate`: of all prompt blocks, the share found in the cache of the
+replica that prefilled. `preemptions`: of the whole run. `refused`: requests not served, for any reason (`refusals`).
+
+`summary` has an entry for each trace and fleet. The knee is the first load at which even the best of the other policies
+serves less than 95% of what is offered within the objectives, all without admission. `goodput_ratio` is `joint` over
+each policy at the knee, like with like: `with_admission`, `without_admission`. `whole_goodput_ratio` is the same with
+the first half. `admission_ratio` is `joint` with admission over each policy without. `overload`: goodput at twice the
+load at which it is highest, over the highest. `ingress8`, `allocators8`: goodput at the knee over that with one ingress
+and fresh snapshots; with eight ingresses that share a manager, and with eight that decide for themselves.
 
 **What to keep in mind.** Times of a trace are compressed to reach a rate, which brings the turns of a conversation
 closer together than they were. A large fleet is simulated for less time (`simulated_s`), with fewer policies and loads;
-`--loads` and `--policies` ask for more. The traces' answers are not cached, only their prompts. No replica fails and
-nobody cancels.
+`--loads` and `--policies` ask for more. The traces' prompts are cached, and their answers are not. No replica fails and
+no client cancels.
 """
 
 from __future__ import annotations
@@ -57,15 +61,15 @@ TRACES = ("mooncake", "azure")
 LOADS = (0.8, 1.0, 1.2, 1.6)
 LARGE_LOADS = (1.2,)
 ADMITTED = ("overlap_cost", "least_tokens", "round_robin")
-LARGE = 256  # replicas, from which on fewer loads and policies are tried, and more requests are sent
+LARGE = 256  # replicas; from this size on, fewer loads and policies are tried, and more requests are sent
 REQUESTS, LARGE_REQUESTS = 24_000, 200_000
-LONG_REQUESTS, LARGE_LONG_REQUESTS = 6000, 60_000  # of Mooncake's, whose prompts are ten times as long
+LONG_REQUESTS, LARGE_LONG_REQUESTS = 6000, 60_000  # for Mooncake's traces, whose prompts are ten times as long
 QUICK_REPLICAS, QUICK_LOADS, QUICK_REQUESTS = (16,), (0.8, 1.2), 300
 INGRESSES, OLD_S, CALL_S = 8, 0.1, 0.001
 
 
 def experiments(options: argparse.Namespace) -> list[Experiment]:
-    """Every run of the sweep, the large ones first: the last to end are then short ones."""
+    """Every run of the sweep. The large ones come first, so that the last to end are short ones."""
     made = []
     for replicas, trace in itertools.product(sorted(options.replicas, reverse=True), options.traces):
         requests = options.requests or _requests(trace, replicas)
@@ -78,7 +82,11 @@ def experiments(options: argparse.Namespace) -> list[Experiment]:
 
 
 def _requests(trace: str, replicas: int) -> int:
-    """Enough for a fleet to fill up in the first half of the time, and no more than a run of them all has time for."""
+    """The requests of one run of a trace.
+
+    They are enough to fill a fleet in the first half of the time, and few enough that the benchmark has time for all
+    of its runs.
+    """
     if trace.startswith("mooncake"):
         return LARGE_LONG_REQUESTS if replicas >= LARGE else LONG_REQUESTS
     return LARGE_REQUESTS if replicas >= LARGE else REQUESTS
@@ -107,7 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _perform(processes: ProcessPoolExecutor, wanted: Sequence[Experiment]) -> list[dict[str, Any]]:
-    """Rows in the order of the experiments; told of as they come."""
+    """Runs the experiments and prints each row as it comes. Returns the rows in the order of the experiments."""
     futures = {processes.submit(perform, experiment): index for index, experiment in enumerate(wanted)}
     rows: dict[int, dict[str, Any]] = {}
     for future in as_completed(futures):
@@ -123,7 +131,7 @@ def _perform(processes: ProcessPoolExecutor, wanted: Sequence[Experiment]) -> li
 
 
 def _overloads(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Experiment]:
-    """`joint` at twice the load of its highest goodput, with admission and without, where that was not run."""
+    """`joint` at twice the load of its highest goodput, with and without admission, where that has not run yet."""
     made = {}
     for one in experiments(options):
         peak = peak_load(_of(rows, one.trace, one.replicas))
@@ -147,7 +155,7 @@ def _is_of(row: dict[str, Any], one: Experiment) -> bool:
 
 
 def _with_many(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Experiment]:
-    """`joint` at each knee with old snapshots: many ingresses that share an allocator, and as many allocators."""
+    """`joint` at each knee, with old snapshots and many ingresses: they share an allocator, or each has its own."""
     made = []
     for one in experiments(options):
         is_ours = one.policy == OURS and one.admission

@@ -68,7 +68,7 @@ CHECKED_PROMPTS, CHECKED_TOKENS, CHECK_TIMEOUT_S = (7, 200, 600), 12, 120.0
 
 
 def greedy(peer: Peer) -> list[str]:
-    """Each engine's greedy answers to the same prompts; those of several URLs must agree."""
+    """A peer's greedy answers to the same prompts. Raises PeerError when the answers of its URLs differ."""
     by_url = []
     for url in peer.urls:
         texts = []
@@ -84,11 +84,11 @@ def greedy(peer: Peer) -> list[str]:
 
 
 async def measure(peer: Peer, options: argparse.Namespace, number: int, results: Results, most_tokens: int) -> None:
-    """All loads on one running peer. `most_tokens`: prompt and answer that its model takes."""
+    """Measures all loads on one running peer. `most_tokens`: the longest prompt with answer that its model takes."""
     seed, seconds, stolen = options.seed + number, options.seconds, Stolen()
 
     async def measured(work: str, load: str, once: Callable[[int], Awaitable[tuple[Row, list[Answer]]]]) -> None:
-        """One load, tried until neighbours leave it alone; the try in which they took least is kept."""
+        """One load, tried until neighbours leave it alone, `--tries` times at most. The least disturbed try is kept."""
         tries: list[tuple[Row, list[Answer]]] = []
         while not tries or (len(tries) < options.tries and tries[-1][0]["stolen_share"] > options.most_stolen):
             stolen.share()
@@ -109,7 +109,7 @@ async def measure(peer: Peer, options: argparse.Namespace, number: int, results:
             return trace_row(answers, seconds), answers
 
         async def closed_once(concurrency: int, attempt: int) -> tuple[Row, list[Answer]]:
-            # What one loop asked, a cache has in the next.
+            # A seed for each loop and try: a cache may still have the prompts of an earlier one.
             source = asks(CLOSED, (seed * MOST_TRIES + attempt) * MOST_CONCURRENCY + concurrency)
             begin_s, end_s = options.closed_seconds / 4, 1.25 * options.closed_seconds
             answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
@@ -125,7 +125,7 @@ async def measure(peer: Peer, options: argparse.Namespace, number: int, results:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every peer in every round; a peer that fails is noted, and the others go on."""
+    """Measures every peer in every round. A peer that fails is noted, and the others go on."""
     before, made = conditions(), settings(options.config)
     results = Results(options.out)
     for number in range(options.rounds):

@@ -56,7 +56,7 @@ NAMES = Coefficients._fields
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One answer, in seconds."""
+    """The times of one answer, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -69,7 +69,7 @@ class Client:
         self._http, self._rng = http, random.Random(seed)
 
     async def ask(self, prompt_tokens: int, output_tokens: int) -> Seen:
-        """One streamed answer of exactly that length. Raises SystemExit when it is another."""
+        """One streamed answer of exactly `output_tokens` tokens. Raises SystemExit when it has another length."""
         body = {
             "model": MODEL,
             "prompt": [self._rng.randrange(100, 40_000) for _ in range(prompt_tokens)],
@@ -93,7 +93,7 @@ class Client:
         return Seen(first_s - begun_s, (last_s - first_s) / max(1, tokens - 1))
 
     async def replay(self, trace: Trace) -> list[Seen]:
-        """Every request at its time."""
+        """Sends every request at its time."""
         begun_s = time.perf_counter()
 
         async def one(request: TraceRequest) -> Seen:
@@ -104,7 +104,7 @@ class Client:
 
 
 async def measure(url: str, trace: Trace, warm: Trace) -> tuple[list[Seen], dict[str, Coefficients], float]:
-    """The real answers, what the steps take by pool, and the least TTFT of a prompt within one block."""
+    """The real answers, the cost of steps by pool, and the least TTFT of a prompt within one block."""
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
         client = Client(http, seed=trace.requests[0].prompt_tokens)
         probes = [await client.ask(PROBE_TOKENS, 8) for _ in range(6)]
@@ -125,7 +125,7 @@ def simulate(trace: Trace, learned: dict[str, Coefficients], overhead_s: float, 
 
 
 def compare(real: Sequence[Seen], simulated: Sequence[Seen]) -> dict[str, Any]:
-    """Percentiles of both, their ratios, and whether they are within the targets."""
+    """Percentiles of both, their ratios, and whether the ratios are within the targets."""
     figures: dict[str, Any] = {}
     for name in ("ttft_s", "tpot_s"):
         for level, within in TARGETS.items():
@@ -141,7 +141,7 @@ def compare(real: Sequence[Seen], simulated: Sequence[Seen]) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Real, then simulated."""
+    """Runs the trace on the real cluster, then in the simulator."""
     before = conditions()
     trace = poisson(options.rate, options.requests, options.seed, PROMPTS, ANSWERS)
     warm = poisson(options.rate, options.warm, options.seed + 1, PROMPTS, ANSWERS)

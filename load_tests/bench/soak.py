@@ -51,7 +51,7 @@ class Sample:
 
 
 def sample(began_s: float) -> Sample:
-    """The process now."""
+    """The figures of this process now, after a garbage collection."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     rss_mib = pages * getpagesize() / MIB
@@ -59,7 +59,7 @@ def sample(began_s: float) -> Sample:
 
 
 def growth(samples: Sequence[Sample], figure: str) -> dict[str, float]:
-    """What a figure grew by after warm-up; see the module."""
+    """By how much a figure grew after warm-up. The module's docstring defines the results."""
     third = len(samples) // 3
     values = np.array([getattr(each, figure) for each in samples])
     middle, last = np.median(values[third : 2 * third]), np.median(values[2 * third :])
@@ -75,7 +75,7 @@ def growth(samples: Sequence[Sample], figure: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What to do. `pause_s`: at most between two faults; `kinds`: those that may be drawn."""
+    """The settings of a run. `pause_s`: the longest pause between two faults. `kinds`: the faults that may be drawn."""
 
     seconds: float
     clients: int
@@ -90,7 +90,7 @@ class Soak:
 
 
 async def run(soak: Soak) -> dict[str, Any]:
-    """One run; see the module."""
+    """One run. The module's docstring defines the results."""
     seconds, samples = soak.seconds, soak.samples
     async with in_process(soak.config, soak.replica_ids) as cluster:
         asked = await questions(cluster, random.Random(soak.seed), soak.questions)
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     before = conditions()
-    gc.freeze()  # what the modules are made of stays what it is, and need not be looked through at each sample
+    gc.freeze()  # the objects of the modules do not change, so the collection at each sample can skip them
     result = asyncio.run(run(Soak(60 * options.minutes, options.clients, options.seed)))
     asked = {"clients": options.clients, "seed": options.seed}
     print(json.dumps({"benchmark": "soak", "conditions": before | asked, **result}))

@@ -5,39 +5,42 @@ stderr; the last line of stdout is one JSON object.
 
 **What runs.** Three pairs of engine cores, one prefill and one decode each, without Ray and HTTP: `baton` (our
 connector), `vllm_pull` (NixlPullConnector) and `vllm_push` (NixlPushConnector). Model, dtype, blocks, chunk size,
-executor (in-process), OpenMP threads (one an engine), core count and niceness are alike; the run fails when what vLLM
-made of the arguments differs. All pairs are started, and all but the one in use are stopped by SIGSTOP, because an
-idle vLLM replica spins. A round serves one request of a length on each pair, a different pair first each time. After
-each SIGCONT a short request that is not counted goes first. Every prompt is new random tokens; `OWN_TOKENS` tokens
-follow on decode.
+executor (in-process), OpenMP threads (one an engine), core count and niceness are alike. The run fails when vLLM made
+different settings of the arguments. All pairs are started. SIGSTOP stops all but the one in use, because an idle vLLM
+replica spins. A round serves one request of a length on each pair, and each time a different pair is first. After each
+SIGCONT a short request goes first and does not count. Every prompt is new random tokens, and decode then computes
+`OWN_TOKENS` tokens.
 
 **What is measured where**, every time on the machine's monotonic clock:
 
 - `kv_ready_ms`: from the end of the forward pass that computed the last of the prompt (`wait_for_save`, in all three)
   until the decode worker knows that it has the KV. baton: the channel's thread has the notification *and the first
   token*, which prefill samples after that pass. pull: the engine's step finds its READ done. push: the notification
-  is out of NIXL. In all three the decode engine acts on it in its next step, and `handoff_ms` has that in it.
-- `kv_written_ms`: from the same moment until the last transfer was known to be complete; below 0: before it.
-- `handoff_ms`: from prefill's token to the first token that decode computed, both as received here. Each is one
-  decode step past the KV (`decode_step_ms`: the mean of those that follow): baton goes on from prefill's token,
-  vLLM's decode computes the last of the prompt again.
+  is out of NIXL. In all three the decode engine acts on it in its next step, which `handoff_ms` includes.
+- `kv_written_ms`: from the same moment until the last transfer was known to be complete. It is below 0 when the
+  transfer was complete before.
+- `handoff_ms`: from prefill's token to the first token that decode computed, both as received here. Each includes one
+  decode step after the KV is there (`decode_step_ms`: the mean of the steps that follow). baton goes on from prefill's
+  token; vLLM's decode computes the last of the prompt again.
 - `overlap_share`: share of the bytes whose transfer was complete before that pass ended.
-- `gb_per_s`: bytes over the time from the first transfer posted to the last complete. For baton that spans most of
-  the prefill, which it is meant to; `in_flight_gb_per_s` leaves out the time in which nothing was under way.
-- `cpu_s_per_gb`: CPU seconds of both engines' processes from the request's start until its last token, less those of
-  a request of the same length and as many tokens on baton's prefill engine alone in the same round, over the GB
-  moved. The prefill is most of both and varies by more than a transfer costs: read it with `cpu_s_per_gb_range`.
+- `gb_per_s`: bytes over the time from the first transfer posted to the last complete. For baton that time spans most of
+  the prefill, by design. `in_flight_gb_per_s` leaves out the time in which nothing was under way.
+- `cpu_s_per_gb`: CPU seconds per GB moved. It takes the CPU of both engines' processes from the request's start until
+  its last token. It subtracts the CPU of a request of the same length and as many tokens on baton's prefill engine
+  alone in the same round. The prefill is most of both, and varies by more than a transfer costs: read the figure
+  together with `cpu_s_per_gb_range`.
 - `idle_cpu_cores`: CPU of a pair without requests, over `--idle-s` seconds after the last request, halved.
-- `prefill_slowdown`: baton's time from the first chunk scheduled (the engine's own event) to the token received here,
-  with a transfer over without, minus 1: a median over neighbouring requests, either first in turn. Next to the
-  forward passes it holds the sampling of one token.
+- `prefill_slowdown`: how much longer baton's prefill takes with a transfer than without: the ratio minus 1. The time
+  is from the first chunk scheduled (the engine's own event) to the token received here, so it includes the sampling
+  of one token besides the forward passes. The figure is a median over neighbouring requests, and either is first in
+  turn.
 - `memcpy_gb_per_s`: one thread copying blocks of one layer between two plain buffers.
 
-**What favours whom.** For baton: there are two cores, and the progress thread that vLLM's connectors leave running
-takes most of one in each engine, so their prefill, polls and steps compete with it; with cores to spare they would
-look better. Prefill is slow on CPU, which hides a transfer easily. For vLLM: pull is asked the instant prefill's
-answer is here, with no proxy or HTTP between; push's decode registers before the prefill begins; baton's `kv_ready`
-waits for a token too, which theirs do not. For neither: bytes move by memory within one machine.
+**What favours which system.** For baton: there are two cores, and the progress thread that vLLM's connectors leave
+running takes most of one in each engine. Their prefill, polls and steps compete with it, and would look better with
+cores to spare. Prefill is slow on CPU, which hides a transfer easily. For vLLM: pull's request starts the instant
+prefill's answer is here, with no proxy or HTTP between; push's decode registers before the prefill begins; baton's
+`kv_ready` waits for a token too, which theirs do not. For neither: bytes move by memory within one machine.
 """
 
 from __future__ import annotations
@@ -63,13 +66,13 @@ from load_tests.report.transfer import Sample, by_prompt, prefill_slowdown, targ
 # A core prefills some hundred tokens a second, and the whole run should end in about 12 minutes.
 REPEATS = {128: 3, 512: 3, 1000: 4, 1500: 3, 2048: 2, 4096: 2}
 OTHER_REPEATS = 2
-OWN_TOKENS = 4  # that decode computes of every request
+OWN_TOKENS = 4  # tokens of every request that decode computes
 WARM_TOKENS = 64
 MEMCPY_BYTES = 256 * 1024 * 1024
 
 
 class Bench:
-    """Serves requests on started systems and keeps what they took."""
+    """Serves requests on started systems and keeps their figures."""
 
     def __init__(self, rig: Rig, systems: Sequence[str], layers: int, layer_block_bytes: int, seed: int) -> None:
         self._rig, self._systems = rig, systems
@@ -78,12 +81,12 @@ class Bench:
         self.samples: list[Sample] = []
 
     async def warm(self, system: str, tokens: int) -> None:
-        """A request that does not count."""
+        """Serves a request that does not count."""
         async with self._rig.turn(system) as pair:
             await pair.serve(*self._request(tokens))
 
     async def round(self, prompt_tokens: int, turn: int) -> None:
-        """One request of this length on every system; which comes first changes with `turn`."""
+        """Serves one request of this length on every system. The system that comes first changes with `turn`."""
         first = turn % len(self._systems)
         served: dict[str, Served] = {}
         for system in (*self._systems[first:], *self._systems[:first]):
@@ -201,7 +204,7 @@ def _systems(text: str) -> list[str]:
 async def _main(options: argparse.Namespace) -> dict[str, Any]:
     task = asyncio.current_task()
     assert task is not None
-    # Ended by SIGTERM as by Ctrl-C: with its engines.
+    # SIGTERM ends the benchmark as Ctrl-C does: together with its engines.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as trace_dir:
         return await run(options, Path(trace_dir))

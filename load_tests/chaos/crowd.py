@@ -1,6 +1,6 @@
-"""A crowd of clients of the control plane in one process, and what became of each of their sessions.
+"""A crowd of clients of the control plane in one process, and the outcome of each of their sessions.
 
-The mock's tokens are read from the KV in its blocks: an answer equals the undisturbed one only if every handoff and
+The mock reads its tokens from the KV in its blocks. So an answer equals the undisturbed one only if every handoff and
 every continuation was right.
 """
 
@@ -17,14 +17,14 @@ from deployments.errors import HandoffFailed, Overloaded, ReplicaLost, SessionTi
 from load_tests.harness.control_plane import Answer, InProcess
 
 STAYING, LEAVING = 0.15, 0.1
-"""The share of requests that cannot go on elsewhere, and of clients that leave."""
+"""The share of requests that cannot continue on another replica, and the share of clients that leave."""
 AT_ONCE = 32
 EXPECTED_ERRORS = (ReplicaLost, HandoffFailed, Overloaded, Unavailable, SessionTimeout)
 
 
 @dataclass(frozen=True)
 class Question:
-    """`whole`: the answer of an undisturbed cluster."""
+    """What a client asks. `whole`: the answer of an undisturbed cluster."""
 
     prompt: list[int]
     max_tokens: int
@@ -32,7 +32,7 @@ class Question:
 
 
 async def questions(cluster: InProcess, draw: random.Random, count: int) -> list[Question]:
-    """Prompts of 1 to 120 tokens, answers of 2 to 80. The cluster is asked for the answers: do not disturb it yet."""
+    """Prompts of 1 to 120 tokens, answers of 2 to 80. The cluster gives the answers: do not disturb it yet."""
     prompts = [[draw.randint(100, 40_000) for _ in range(draw.randint(1, 120))] for _ in range(count)]
     limits = [draw.randint(2, 80) for _ in range(count)]
     made = list[Question]()
@@ -45,7 +45,7 @@ async def questions(cluster: InProcess, draw: random.Random, count: int) -> list
 
 @dataclass
 class Asked:
-    """One request. `goes_on`: it may be continued elsewhere. `left`: its client went away before the end."""
+    """One request. `goes_on`: it may continue on another replica. `left`: its client left before the end."""
 
     question: Question
     goes_on: bool
@@ -54,10 +54,11 @@ class Asked:
     hung: bool = False
 
     def verdict(self) -> str:
-        """What became of it.
+        """The outcome of the request.
 
-        `whole`, `left`; `cut`: its ingress died; `refused`: an error that its parameters explain; `failed`: any
-        other error of ours. `hung`, `wrong`, `truncated` (a clean end, too early) and `duplicated` must not be.
+        `whole`: the answer is complete. `left`: its client left. `cut`: its ingress died. `refused`: an error that the
+        request's parameters explain. `failed`: any other error of ours. `hung`, `wrong`, `truncated` (a clean end, too
+        early) and `duplicated` must not happen.
         """
         answer, whole = self.answer, self.question.whole
         if answer.surplus or len(answer.tokens) > len(whole):
@@ -77,9 +78,10 @@ class Asked:
 
 @dataclass
 class Crowd:
-    """Clients that ask one question after the other; some leave in the middle. A session hangs after `deadline_s`.
+    """Clients that ask one question after the other. Some leave in the middle.
 
-    `forgets`: nothing is kept of a session but its verdict, in `verdicts`.
+    `deadline_s`: a session that takes longer counts as hung. `forgets`: of each session only its verdict is kept, in
+    `verdicts`.
     """
 
     cluster: InProcess
@@ -91,7 +93,7 @@ class Crowd:
     verdicts: Counter[str] = field(default_factory=Counter)
 
     async def run(self, clients: int, is_over: Callable[[], bool]) -> None:
-        """Ask until it is over."""
+        """Asks until `is_over()` is true."""
 
         async def client() -> None:
             while not is_over():

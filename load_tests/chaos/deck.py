@@ -9,7 +9,7 @@ from pathlib import Path
 from load_tests.harness.processes import marked
 
 KILLS = ("kill decode-large", "kill prefill", "kill decode-small", "kill engine decode-large", "kill ingress")
-"""Each once in forty faults, and the session manager: a restart takes the better part of a minute."""
+"""Each of these, and the kill of the session manager, comes once in forty faults: a restart takes most of a minute."""
 KILL_MANAGER = "kill session-manager"
 EACH_KILL = 40
 OFTEN = (
@@ -27,11 +27,11 @@ OFTEN = (
 )
 
 GRPC_POOLS = ("event_engine", "default-executo", "resolver-execut")
-"""Their threads' names, as the kernel cuts them."""
+"""The names of the threads of gRPC's pools, shortened as the kernel shortens them."""
 
 
 def deck(faults: int, draw: random.Random) -> list[str]:
-    """So many faults in random order. At least one is a kill of a decode replica."""
+    """`faults` faults in random order. At least one kills a decode replica."""
     kills = [kill for kill in (*KILLS, KILL_MANAGER) for _ in range(round(faults / EACH_KILL))] or [KILLS[0]]
     lesser = [OFTEN[number % len(OFTEN)] for number in range(max(0, faults - len(kills)))]
     cards = kills[:faults] + lesser
@@ -40,7 +40,7 @@ def deck(faults: int, draw: random.Random) -> list[str]:
 
 
 def held(marker: str) -> Counter[str]:
-    """Processes, and of those that serve their threads and descriptors, over all of them.
+    """The number of processes, and the total threads and descriptors of those processes that serve.
 
     The threads of gRPC's pools, under Ray, come and go with its load and do not count.
     """
@@ -52,6 +52,6 @@ def held(marker: str) -> Counter[str]:
                 names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
                 count["threads"] += sum(name not in GRPC_POOLS for name in names)
                 count["descriptors"] += len(list(Path(f"/proc/{pid}/fd").iterdir()))
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
     return count

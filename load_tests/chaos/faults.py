@@ -1,4 +1,7 @@
-"""Faults of the mock cluster, drawn at random, each at a named point of a session's life, each mended after a while."""
+"""Faults of the mock cluster, drawn at random.
+
+Each happens at a named point of a session's life, and is mended after a while.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from load_tests.chaos.points import POINTS
 from load_tests.harness.control_plane import REPLICAS, GatedEngine, InProcess
 
 POINT_S = 0.5
-"""So long a fault waits for a session at its point; then it happens anywhere."""
+"""The longest that a fault waits for a session to reach its point. After that it happens anywhere."""
 
 OFTEN = ("kill", "break", "stop", "slow", "fill", "refuse", *MESSAGE_FAULTS)
 SELDOM = ("manager", "ingress")
-"""What concerns every session: one fault in `SELDOM_EACH` is one of them."""
+"""Faults that concern every session. One fault in `SELDOM_EACH` is one of them."""
 SELDOM_EACH = 50
 
 KINDS = (*OFTEN, *SELDOM)
 
 
 class Faults:
-    """What goes wrong, one fault after the other, `pause_s` at most between them. `kinds`: those that may be drawn.
+    """Causes one fault after the other. `pause_s`: the longest pause between two. `kinds`: those that may be drawn.
 
-    `deaths`: from when to when a decode engine was dying, and the sessions that it had then.
+    `deaths`: for each death of a decode engine, when it began, when it was over, and the sessions that it had then.
     """
 
     def __init__(self, cluster: InProcess, draw: random.Random, pause_s: float, kinds: Sequence[str] = KINDS) -> None:
@@ -54,7 +57,7 @@ class Faults:
         }
 
     async def run(self, faults: int, streams: int = 1) -> None:
-        """So many, `streams` at a time."""
+        """Causes `faults` faults, `streams` at a time."""
         async with asyncio.TaskGroup() as group:
             for stream in range(streams):
                 group.create_task(self._run(len(range(stream, faults, streams))))
@@ -73,7 +76,7 @@ class Faults:
         return self.draw.choice(self._seldom if seldom else self._often)
 
     def _living(self, replica_id: str) -> str:
-        """The replica, or any other when it is being replaced."""
+        """The replica, or another one while it is being replaced."""
         living = [each for each in self.cluster.replicas if each not in self._dying]
         return replica_id if replica_id in living else self.draw.choice(living)
 
@@ -84,7 +87,7 @@ class Faults:
         await asyncio.sleep(self.draw.random() * longest_s)
 
     async def _kill(self, replica_id: str) -> None:
-        """An engine dies; after a moment another replica takes its place, as Serve has it."""
+        """An engine dies. After a moment another replica takes its place, as under Serve."""
         self._dying.add(replica_id)
         pool, clock = replica_id.rpartition("-")[0], asyncio.get_running_loop().time
         placed = await self.cluster.placements()
@@ -96,19 +99,19 @@ class Faults:
         await self.cluster.bury(replica_id)
         self._lives[pool] += 1
         another = f"{pool}-life{self._lives[pool]}"
-        self._dying.add(another)  # it cannot be killed before it lives
+        self._dying.add(another)  # it cannot be killed before it runs
         await self.cluster.start(another)
         self._dying -= {replica_id, another}
 
     async def _break(self, replica_id: str) -> None:
-        """For a while KV writes fail."""
+        """KV writes fail for a while."""
         plane = self.cluster.planes[replica_id]
         plane.broken = True
         await self._some_time(0.05)
         plane.broken = False
 
     async def _stop(self, replica_id: str) -> None:
-        """For a while an engine computes nothing, and its writes stay under way: a process stopped and continued."""
+        """An engine computes nothing for a while, and its writes stay under way: a process stopped and continued."""
         engine, plane = self._engine(replica_id), self.cluster.planes[replica_id]
         engine.go.clear()
         plane.shut = True
@@ -117,27 +120,27 @@ class Faults:
         engine.go.set()
 
     async def _slow(self, replica_id: str) -> None:
-        """For a while an engine's steps take longer."""
+        """An engine's steps take longer for a while."""
         engine = self._engine(replica_id)
         engine.slower_s = 0.02 + self.draw.random() * 0.1
         await self._some_time(0.3)
         engine.slower_s = 0.0
 
     async def _fill(self, replica_id: str) -> None:
-        """For a while an engine has no free blocks: it preempts, and takes nothing new."""
+        """An engine has no free blocks for a while: it preempts, and takes nothing new."""
         empty = self._engine(replica_id).fill()
         await self._some_time(0.1)
         empty()
 
     async def _refuse(self, replica_id: str) -> None:
-        """For a while a pool's calls fail at once."""
+        """A pool's calls fail at once for a while."""
         pool = self.cluster.pools[REPLICAS.get(replica_id) or replica_id.rpartition("-")[0]]
         pool.error = ReplicaLost("it refuses")
         await self._some_time(0.05)
         pool.error = None
 
     async def _disturb(self, kind: str, replica_id: str) -> None:
-        """For a while what a worker sends to its peers suffers, from one fault at a time."""
+        """The messages of a worker to its peers suffer a fault for a while. A worker has one such fault at a time."""
         if replica_id in self._disturbed:
             return
         self._disturbed.add(replica_id)

@@ -1,4 +1,4 @@
-"""What must not grow, however many faults there are. `settle` sees to sessions, promises, blocks and handoffs."""
+"""What must not grow with the number of faults. `settle` checks sessions, promises, blocks and handoffs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _least(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 
 def grown(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """What there is more of than before."""
+    """By how much each count is above what it was before. Counts that are not above it are left out."""
     return {name: count - before[name] for name, count in now.items() if count > before[name]}
 
 
 async def held(cluster: InProcess) -> dict[str, int]:
     """What this process holds when idle: the least of a few looks, as calls come and go between replicas and manager.
 
-    The threads of asyncio's own pool, a handful, are kept by it and not counted.
+    The threads of asyncio's own pool do not count: the pool keeps them, and they are only a handful.
     """
     least = _held(cluster)
     for _ in range(LOOKS):
@@ -46,7 +46,7 @@ async def held(cluster: InProcess) -> dict[str, int]:
 
 
 async def leaked(cluster: InProcess, before: dict[str, int]) -> dict[str, int]:
-    """What there is more of than before, once nothing goes away any more or `SETTLE_S` are over."""
+    """By how much each count is above what it was before, once none is or `SETTLE_S` have passed."""
     deadline_s = asyncio.get_running_loop().time() + SETTLE_S
     least = _held(cluster)
     while (more := grown(least, before)) and asyncio.get_running_loop().time() < deadline_s:

@@ -1,4 +1,4 @@
-"""Clients of a real cluster, over HTTP, and what became of each of their sessions."""
+"""Clients of a real cluster, over HTTP, and the outcome of each of their sessions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MODEL = "smollm2-135m-instruct"
 QUESTIONS = 8
 PROMPTS, ANSWERS = (20, 400), (24, 64)
 ANSWERED_S = 180.0
-"""A session hangs after this; its own deadline is 120 s."""
+"""A session that takes longer than this counts as hung. Its own deadline is 120 s."""
 
 
 @dataclass
 class _Asked:
-    """One request. `without`: what was killed while it was open, or had not come back when it began."""
+    """One request. `without`: processes that were killed while it was open, or were not back yet when it began."""
 
     prompt: list[int]
     max_tokens: int
@@ -37,7 +37,10 @@ class _Asked:
 
 
 class HttpCrowd:
-    """`learn` first, undisturbed. Then `run`; whoever disturbs says so with `without` and `all_back`."""
+    """Clients that ask one question after the other. Call `learn` first, on an undisturbed cluster, then `run`.
+
+    The code that kills a process calls `without`, and calls `all_back` when everything is back.
+    """
 
     def __init__(self, url: str, draw: random.Random) -> None:
         self._url, self._draw = url, draw
@@ -50,11 +53,11 @@ class HttpCrowd:
 
     @property
     def why_not(self) -> dict[str, int]:
-        """What those that did not come whole were told, the most frequent first."""
+        """The errors of the sessions whose answers were not whole, the most frequent first."""
         return dict(self._not.most_common(8))
 
     async def learn(self) -> None:
-        """The answers of an undisturbed cluster."""
+        """Learns the answers of an undisturbed cluster. Raises SystemExit when it does not answer."""
         for _ in range(QUESTIONS):
             prompt = [self._draw.randrange(100, 40_000) for _ in range(self._draw.randint(*PROMPTS))]
             asked = _Asked(prompt, self._draw.randint(*ANSWERS))
@@ -64,13 +67,13 @@ class HttpCrowd:
             self._whole.append((prompt, asked.tokens))
 
     def forget(self) -> None:
-        """What has been seen so far was a warm-up."""
+        """Forgets what has been seen so far: it was a warm-up."""
         self.verdicts.clear()
         self.pauses_s.clear()
         self._not.clear()
 
     async def run(self, clients: int, is_over: Callable[[], bool]) -> None:
-        """Ask one question after the other until it is over."""
+        """Asks one question after the other until `is_over()` is true."""
 
         async def client() -> None:
             while not is_over():
@@ -81,7 +84,7 @@ class HttpCrowd:
                 group.create_task(client())
 
     def leave(self) -> bool:
-        """One of the clients goes away, if any has a request open."""
+        """One of the clients leaves, if any has a request open. Returns whether one did."""
         if not self._open:
             return False
         task = self._draw.choice(self._open).task
@@ -89,7 +92,7 @@ class HttpCrowd:
         return task.cancel()
 
     def without(self, name: str) -> None:
-        """The ingress has been killed, or another process of which all sessions hear."""
+        """Notes that the ingress has been killed, or another process whose death all sessions notice."""
         self._away.add(name)
         for asked in self._open:
             asked.without.add(name)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 SHARE = 0.5
-"""Of the messages that are sent meanwhile; the others go as they should."""
+"""The share of the messages sent during a fault that suffer it. The others go as they should."""
 
 MESSAGE_FAULTS = ("drop", "delay", "duplicate", "corrupt")
 
 
 class _Garbling:
-    """A seal whose frames have one bit wrong."""
+    """A seal whose frames have one wrong bit."""
 
     def __init__(self, seal: Any, draw: random.Random) -> None:
         self._seal, self._draw = seal, draw
@@ -28,9 +28,9 @@ class _Garbling:
 
 @contextlib.contextmanager
 def disturbed(engine: Any, fault: str, draw: random.Random, delay_s: float) -> Iterator[None]:
-    """Meanwhile half of what a mock engine sends, control messages and first tokens, suffers the fault.
+    """While this is open, half of what a mock engine sends, control messages and first tokens, suffers the fault.
 
-    The engine's own parts are wrapped, and as they were afterwards; what is delayed may arrive later than that.
+    The engine's own parts are wrapped, and are restored at the end. A delayed message may arrive after the end.
     """
     channel, tokens = engine._connections.channel, engine._connections.tokens
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A run on the mock cluster: a crowd, faults, and what there is to say about both."""
+"""A run on the mock cluster: a crowd, faults, and the figures of both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings() -> BatonConfig:
 
 
 async def run(faults: int, clients: int, streams: int, seed: int) -> dict[str, Any]:
-    """`mock`, `decode_deaths` and the pauses, as the benchmark prints them."""
+    """Runs it. Returns `mock`, `decode_deaths` and the pauses, as the benchmark prints them."""
     made = settings()
     async with in_process(made, REPLICAS) as cluster:
         asked = await questions(cluster, random.Random(seed), QUESTIONS)
@@ -79,9 +79,10 @@ async def run(faults: int, clients: int, streams: int, seed: int) -> dict[str, A
 async def warm(
     cluster: InProcess, asked: Sequence[Question], clients: int, seconds: float = WARM_UP_S
 ) -> dict[str, int]:
-    """Undisturbed load until every pair has made its connections; what the process holds after it.
+    """Runs undisturbed load until every pair has made its connections. Returns what the process holds after it.
 
-    `seconds`: of a round. Rounds go on until one ends with nothing more than the one before, `WARM_UP_ROUNDS` at most.
+    `seconds`: the length of a round. Rounds go on until a round ends with no more than the one before it, for at most
+    `WARM_UP_ROUNDS` rounds.
     """
     before: dict[str, int] | None = None
     for number in range(WARM_UP_ROUNDS):
@@ -96,7 +97,7 @@ async def warm(
 
 
 async def tell(crowd: Crowd, disturber: Faults, every_s: float = 10.0) -> None:
-    """Say how far it is, until cancelled."""
+    """Prints the progress every `every_s` seconds, until cancelled."""
     while True:
         await asyncio.sleep(every_s)
         print(f"{disturber.counts.total()} faults, {dict(crowd.verdicts)}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
 """Faults on real engines: `configs/cpu.yaml` as a user starts it, clients over HTTP, and signals to its processes.
 
-A process of a replica, of the session manager or of the ingress, or an engine's, is killed; or it is stopped for up to
-four seconds and continued; or a client leaves. Between two kills everything has come back, between other faults a
-second or two pass. Answers are greedy, and compared with those that the cluster gave at its start, undisturbed.
+A fault kills a process of a replica, of the session manager, of the ingress or of an engine; or it stops one for up to
+four seconds and then continues it; or a client leaves. Before each kill everything has come back from the one before.
+Between other faults up to two seconds pass. Answers are greedy. They are compared with those that the undisturbed
+cluster gave at its start.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MAY = ("failed", "cut", "left")
 
 
 def run(faults: int, seed: int) -> dict[str, Any]:
-    """`real`, as the benchmark prints it."""
+    """Runs it. Returns `real`, as the benchmark prints it."""
     serve = yaml.safe_load(CONFIG.read_text())
     arguments = serve["applications"][0]["args"]
     arguments["placement"]["session_timeout_s"] = SESSION_S
@@ -72,7 +73,7 @@ class _Run:
         try:
             for number, fault in enumerate(deck(faults, self._draw), 1):
                 _say(f"{time.monotonic() - began_s:.0f} s, {len(self._crowd.verdicts)} sessions, {number}: {fault}")
-                if not await _within(BACK_S, lambda fault=fault: self._do(fault)):  # it may be being replaced
+                if not await _within(BACK_S, lambda fault=fault: self._do(fault)):  # until its target is back
                     raise SystemExit(f"nobody was there to suffer: {fault}")
                 counts[fault] += 1
                 await asyncio.sleep(self._draw.random() * BETWEEN_S)
@@ -98,7 +99,7 @@ class _Run:
         }
 
     async def _warm(self) -> None:
-        """Undisturbed load for a while, so that every pair has made its connections."""
+        """Runs undisturbed load for a while, so that every pair has made its connections."""
         until_s = time.monotonic() + WARM_UP_S
         await self._crowd.run(CLIENTS, lambda: time.monotonic() > until_s)
         self._crowd.forget()
@@ -106,7 +107,7 @@ class _Run:
     # ---- faults
 
     async def _do(self, fault: str) -> bool:
-        """Whether there was somebody to do it to."""
+        """Causes one fault. Returns whether there was a process or a client for it."""
         if fault == "leave":
             return self._crowd.leave()
         verb, *words = fault.split()
@@ -133,7 +134,7 @@ class _Run:
             _signal(pids, signal.SIGCONT)
 
     def _pids(self, name: str, is_engine: bool) -> list[int]:
-        """The process of a deployment's replica, or those of the engine under it."""
+        """The processes of a deployment's replicas, or those of the engines under them."""
         lines = marked(self._marker)
         found = [pid for pid, line in lines.items() if line.startswith(f"ray::ServeReplica:baton:{name}")]
         if not is_engine:
@@ -143,7 +144,7 @@ class _Run:
     # ---- what the cluster says
 
     async def _status(self) -> dict[str, Any]:
-        """Empty when nobody answers."""
+        """The cluster's status. Empty when it does not answer."""
         try:
             async with httpx.AsyncClient(timeout=10.0) as http:
                 response = await http.get(f"{self._url}/baton/status")
@@ -156,7 +157,7 @@ class _Run:
         return set(status.get("pools", {}).get(pool, {}).get("replicas", {}))
 
     async def _all_back(self) -> None:
-        """Every pool has a replica to place on that is none of those that were killed."""
+        """Waits until every pool has a ready replica that was not killed. Raises SystemExit when it takes too long."""
 
         async def look() -> bool:
             status = await self._status()
@@ -172,7 +173,7 @@ class _Run:
         self._crowd.all_back()
 
     async def _settled(self) -> dict[str, int]:
-        """What is left of sessions, promises and blocks when nobody asks any more: nothing, or what does not go."""
+        """The sessions, promises and blocks that stay after the last request is over. Empty when none stays."""
         left = dict[str, int]()
 
         async def look() -> bool:
@@ -193,7 +194,7 @@ class _Run:
 async def _within(seconds: float, look: Any) -> bool:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds + ANSWERED_S):
-            while not await look():  # noqa: ASYNC110 - nobody tells us
+            while not await look():  # noqa: ASYNC110 - no event says so
                 await asyncio.sleep(0.5)
             return True
     return False

@@ -1,1 +1,1 @@
-"""From what was measured to figures, rows and drawings."""
+"""Turns measurements into figures, rows and drawings."""

@@ -1,6 +1,6 @@
-"""From the timeline of a handoff to its figures. Pure: events in, numbers out.
+"""Turns the timeline of a handoff into its figures. Pure: events in, numbers out.
 
-An event is one line of a trace: `{"t": seconds, "event": name, ...}`, on one clock for every process of a machine.
+An event is one line of a trace: `{"t": seconds, "event": name, ...}`. All processes of a machine use the same clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TraceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes that were posted as one transfer, and when it was complete, in seconds."""
+    """One transfer: when it was posted and when it was complete, in seconds, and its size in bytes."""
 
     posted_s: float
     done_s: float
@@ -29,7 +29,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """One handoff. `forward_end_s`: of the pass that computed the last of the prompt; `ready_s`: KV known to decode."""
+    """One handoff. Times are in seconds.
+
+    `forward_end_s`: end of the forward pass that computed the last of the prompt. `ready_s`: decode knows that it has
+    the KV.
+    """
 
     forward_end_s: float
     ready_s: float
@@ -42,7 +46,7 @@ class Handoff:
 
     @property
     def kv_ready_s(self) -> float:
-        """Seconds from the end of the prefill's forward pass until decode had the KV; below 0: before it."""
+        """Seconds from the end of the prefill's forward pass until decode had the KV. Below 0: before it."""
         return self.ready_s - self.forward_end_s
 
     @property
@@ -71,7 +75,7 @@ class Handoff:
 
 
 def from_baton(events: Iterable[Event], session: str, prompt_tokens: int, layer_block_bytes: int) -> Handoff:
-    """From the trace of Baton's channel, both sides'. `layer_block_bytes`: of one block in one layer."""
+    """A handoff from the trace of both sides of Baton's channel. `layer_block_bytes`: of one block in one layer."""
     mine = _of(events, session)
     posted: defaultdict[int, deque[Event]] = defaultdict(deque)
     moves = []
@@ -86,7 +90,7 @@ def from_baton(events: Iterable[Event], session: str, prompt_tokens: int, layer_
 
 
 def from_nixl(events: Iterable[Event], session: str, prompt_tokens: int) -> Handoff:
-    """From the trace of a measured NIXL connector of vLLM, both sides': one transfer for the whole prompt."""
+    """A handoff from the trace of both sides of a NIXL connector of vLLM: one transfer for the whole prompt."""
     mine = _of(events, session)
     ready_s = _only(mine, "received")["t"]
     size = _only(mine, "moved")["bytes"]

@@ -25,25 +25,25 @@ FIGURES: Mapping[str, Callable[[Answer], float]] = {
 
 
 class Run(msgspec.Struct):
-    """One run as the benchmark writes it."""
+    """One run, as the benchmark writes it."""
 
     run: str
     answers: list[Answer]
 
 
 def read(file: Path) -> Run:
-    """A run's file. Raises msgspec.ValidationError when it is none."""
+    """Reads the file of a run. Raises msgspec.ValidationError when it is not one."""
     return msgspec.json.decode(file.read_bytes(), type=Run)
 
 
 def shares(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Values in order, and the share of all that is not above each."""
+    """The values in order, and for each of them the share of all values that are not above it."""
     ordered = sorted(values)
     return ordered, [(number + 1) / len(ordered) for number in range(len(ordered))]
 
 
 def draw(runs: Sequence[Run], kind: str | None, file: Path) -> None:
-    """One picture of these runs; `kind`: of these requests only."""
+    """Draws one picture of these runs. `kind`: draw only requests of this kind; None: all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")

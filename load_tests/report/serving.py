@@ -1,4 +1,4 @@
-"""From the arrival of every token to the figures of a run. Pure: answers in, numbers out. Times in seconds."""
+"""Turns the arrival of every token into the figures of a run. Pure: answers in, numbers out. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def e2e_s(answer: Answer) -> float:
 
 
 def tpot_s(answer: Answer) -> float:
-    """(last - first) / (n - 1); 0 for one token."""
+    """Time per output token: (last - first) / (n - 1); 0 for one token."""
     return (answer.events[-1][0] - answer.events[0][0]) / max(1, answer.tokens - 1)
 
 
 def gaps_s(answer: Answer) -> list[float]:
-    """From each token to the next; tokens of one event arrive together."""
+    """The time from each token to the next. Tokens of one event arrive together, with gaps of 0."""
     gaps = [0.0] * (answer.events[0][1] - 1)
     for (before_s, _), (at_s, count) in zip(answer.events, answer.events[1:], strict=False):
         gaps += [at_s - before_s] + [0.0] * (count - 1)
@@ -55,7 +55,7 @@ def max_gap_s(answer: Answer) -> float:
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """`NAME_p50_s` and so on; None where there is nothing."""
+    """`NAME_p50_s` and so on; None where there are no values."""
     found = np.percentile(values, LEVELS) if len(values) else [None] * len(LEVELS)
     return {f"{name}_p{level}_s": rounded(value) for level, value in zip(LEVELS, found, strict=True)}
 
@@ -69,7 +69,7 @@ def tokens_per_s(answers: Sequence[Answer], begin_s: float, end_s: float) -> flo
 def figures(
     answers: Sequence[Answer], begin_s: float, end_s: float, objectives: Mapping[str, Objective] | None = None
 ) -> dict[str, Any]:
-    """Figures of the requests that were due in a window; latencies are of whole answers.
+    """Figures of the requests that were due in a window. Latencies are of whole answers.
 
     `goodput_rps`: requests per second of the window that met the objectives of their kind. A request that failed is
     not good and counts under `failed`. `late_p99_s`: how much later than due the client sent them.
@@ -104,7 +104,7 @@ def by_kind(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
 
 
 def over_rounds(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """The median of each figure over the rounds that have it, and under `spread` its least and greatest."""
+    """The median of each figure over the rounds that have it. `spread` has its least and greatest value."""
     result: dict[str, Any] = {}
     spread: dict[str, Any] = {}
     for name in rounds[0]:
@@ -115,5 +115,5 @@ def over_rounds(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
 
 
 def rounded(value: float | None) -> float | None:
-    """Four figures."""
+    """The value, rounded to four significant digits."""
     return None if value is None else float(f"{value:.4g}")

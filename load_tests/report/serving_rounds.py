@@ -1,4 +1,4 @@
-"""What the runs of the serving benchmark have given: a row of figures for each, and the summary over the rounds."""
+"""The results of the serving benchmark: a row of figures for each run, and the summary over the rounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = dict[str, dict[str, list[Row]]]
 
 
 class Results:
-    """What the runs have given so far."""
+    """The results of the runs so far."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,11 +36,11 @@ class Results:
         self.failures: list[Row] = []
 
     def started(self, peer: str, row: Row) -> None:
-        """How long a peer took to be ready."""
+        """Notes how long a peer took to be ready."""
         self._ready.setdefault(peer, []).append(row)
 
     def add(self, number: int, peer: str, work: str, load: str, row: Row, answers: Sequence[Answer]) -> None:
-        """One run: its figures are kept, and its answers written with every token's arrival."""
+        """Adds one run. Its figures are kept, and its answers are written to a file with every token's arrival."""
         self._rows.setdefault(work, {}).setdefault(load, {}).setdefault(peer, []).append(row)
         print(f"  {work} {load}: {row}", file=sys.stderr, flush=True)
         name = f"{number + 1}-{peer}-{work}-{load}"
@@ -66,7 +66,7 @@ def _medians(rows: Rows) -> dict[str, dict[str, Any]]:
 
 
 def _ratios(peers: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Baton's figure over each other peer's, where there are both."""
+    """Baton's figure over that of each other peer, where both exist."""
     ours = peers.get("baton", {})
     return {
         peer: {
@@ -78,7 +78,7 @@ def _ratios(peers: dict[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def objectives_for(slower: float) -> dict[str, Objective]:
-    """Objectives for a machine that is so many times slower than the one that they were stated for."""
+    """The objectives for a machine that is `slower` times slower than the one that they were stated for."""
     return {kind: Objective(each.ttft_s * slower, each.tpot_s * slower) for kind, each in OBJECTIVES.items()}
 
 
@@ -106,7 +106,7 @@ def mixed_row(answers: Sequence[Answer], seconds: float, objectives: Mapping[str
 
 
 def trace_row(answers: Sequence[Answer], seconds: float) -> Row:
-    """The figures of one trace: there are no objectives for it."""
+    """The figures of one trace. A trace has no objectives."""
     return _some(figures(answers, 0.0, seconds), *TRACE_FIGURES)
 
 

@@ -1,4 +1,4 @@
-"""From many handoffs to the figures of the transfer benchmark. Pure: no engines, no clock."""
+"""Turns many handoffs into the figures of the transfer benchmark. Pure: no engines, no clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request that was handed over. `alone_*`: the like request of the same round, served without a transfer.
+    """One request that was handed over. Times are in seconds.
 
     `prefill_s`: from the engine's first chunk scheduled to its token received. `step_s`: one later decode step.
-    `cpu_s`: of both engines' processes.
+    `cpu_s`: CPU of both engines' processes. `alone_*`: the request of the same length in the same round that was served
+    without a transfer.
     """
 
     system: str
@@ -31,12 +32,12 @@ class Sample:
 
     @property
     def cpu_s_per_gb(self) -> float:
-        """CPU seconds beyond those of the like request, per 10^9 bytes moved."""
+        """CPU seconds beyond those of the request without a transfer, per 10^9 bytes moved."""
         return (self.cpu_s - self.alone_cpu_s) / self.handoff.size * GB
 
 
 def by_prompt(samples: Sequence[Sample]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Prompt tokens -> system -> figures."""
+    """The figures, by prompt tokens and then by system."""
     groups: dict[int, dict[str, list[Sample]]] = {}
     for sample in sorted(samples, key=lambda sample: sample.prompt_tokens):
         groups.setdefault(sample.prompt_tokens, {}).setdefault(sample.system, []).append(sample)
@@ -83,7 +84,7 @@ def prefill_slowdown(samples: Sequence[Sample], system: str) -> dict[str, Any] |
 
 
 def targets(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each target with its figure and whether it is met; left out is what this run did not measure."""
+    """Each target with its figure, and whether it is met. A target that this run did not measure is left out."""
     rows = figures["by_prompt"]
     ours = {int(prompt): systems["baton"] for prompt, systems in rows.items() if "baton" in systems}
     found: dict[str, tuple[float, float]] = {}

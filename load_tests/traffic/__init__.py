@@ -1,1 +1,1 @@
-"""Who asks: an HTTP client, workloads, and vLLM's own client."""
+"""Where requests come from: an HTTP client, workloads, and vLLM's own client."""

@@ -1,7 +1,7 @@
-"""An HTTP client of an OpenAI server that notes when every token of a streamed completion arrives.
+"""An HTTP client of an OpenAI server. The client notes when every token of a streamed completion arrives.
 
-Open loop: every request is sent at its time, whatever became of those before it. Closed loop: so many at once, each
-followed by the next. Requests go to the base URLs in turn.
+Open loop: every request is sent at its time, whatever the outcome of those before it. Closed loop: a fixed number of
+requests run at a time, and each is followed by the next. Requests go to the base URLs in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAILED_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `at_s`: when it is due, from the start of the run. `kind`: what its figures are kept under."""
+    """One request. `at_s`: when it is due, in seconds from the start of the run. `kind`: groups the figures."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -31,9 +31,10 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request; times in seconds from the start of the run.
+    """The outcome of one request. Times are in seconds from the start of the run.
 
-    `events`: arrival and number of tokens of each event that had some. `error`: why the answer is not whole, else "".
+    `events`: arrival time and number of tokens of each event that had tokens. `error`: why the answer is not whole,
+    else "".
     """
 
     kind: str
@@ -63,13 +64,13 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class StreamError(Exception):
-    """A stream had an error event, or what it had is no event."""
+    """The server answered with an error status, or its stream had an error event or a line that is no event."""
 
 
 def tokens_of(line: bytes) -> int | None:
-    """Tokens in one line of an event stream; None where it is no event with data or the stream's end.
+    """The number of tokens in one line of an event stream. None where the line has no data or ends the stream.
 
-    A server that does not return token ids is taken to send one token an event. Raises StreamError.
+    Where a server does not return token ids, each event with text counts as one token. Raises StreamError.
     """
     if not line.startswith(b"data: ") or line == b"data: [DONE]":
         return None
@@ -85,7 +86,7 @@ def tokens_of(line: bytes) -> int | None:
 class Client:
     """Sends completion requests to `urls` in turn. Use as an async context manager.
 
-    `body`: more of every request's body. `timeout_s`: from sending a request to the end of its answer.
+    `body`: further fields of every request's body. `timeout_s`: from sending a request to the end of its answer.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Client:
         await self._http.close()
 
     def restart(self) -> None:
-        """From now on times count from here."""
+        """Starts the run now: times count from this call on."""
         self._began_s = asyncio.get_running_loop().time()
 
     def now_s(self) -> float:
@@ -118,7 +119,7 @@ class Client:
         return asyncio.get_running_loop().time() - self._began_s
 
     async def ask(self, ask: Ask) -> Answer:
-        """Send one request now and read its answer to the end. Failures are in the answer."""
+        """Sends one request now and reads its answer to the end. A failure is in the answer's `error`."""
         answer = Answer(ask.kind, ask.at_s, ask.output_tokens, self.now_s())
         body = self._body | {"prompt": ask.prompt, "max_tokens": ask.output_tokens}
         try:
@@ -136,7 +137,7 @@ class Client:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a body as its bytes arrive, without limit of length."""
+    """The lines of a body as its bytes arrive. A line may have any length."""
     rest = b""
     async for some in content.iter_any():
         *lines, rest = (rest + some).split(b"\n")
@@ -147,7 +148,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def open_loop(client: Client, asks: Sequence[Ask]) -> list[Answer]:
-    """Send every request when it is due, and wait for all answers; they are in the order of the requests."""
+    """Sends every request when it is due, and waits for all answers. They are in the order of the requests."""
     client.restart()
 
     async def one(ask: Ask) -> Answer:
@@ -162,10 +163,10 @@ async def open_loop(client: Client, asks: Sequence[Ask]) -> list[Answer]:
 async def closed_loop(
     client: Client, make: Callable[[], Ask], concurrency: int, seconds: float, ramp_s: float = 0.0
 ) -> list[Answer]:
-    """`concurrency` requests at any time for so many seconds; those under way then are read to their ends.
+    """Keeps `concurrency` requests under way for `seconds`. Those under way at the end are read to their ends.
 
-    The first ones are spread over `ramp_s`. A request is due when it is sent. Where one fails, the next comes after a
-    short pause.
+    The first requests are spread over `ramp_s`. A request is due when it is sent. After a request that failed, the next
+    one comes after a short pause.
     """
     client.restart()
     answers: list[Answer] = []

@@ -22,13 +22,16 @@ TIMEOUT_S = 1800.0
 
 
 class BenchError(Exception):
-    """`vllm bench serve` failed; the message ends with what it said."""
+    """`vllm bench serve` failed or took too long. After a failure the message ends with its output."""
 
 
 def run(
     base_url: str, model: str, tokenizer: str, more: Sequence[str] = (), timeout_s: float = TIMEOUT_S
 ) -> dict[str, Any]:
-    """What it measured, as it writes it. `tokenizer`: a directory. `more`: further options of it. Raises BenchError."""
+    """Runs it and returns the result that it writes.
+
+    `tokenizer`: a directory. `more`: further options of `vllm bench serve`. Raises BenchError.
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "backend": "openai",

@@ -1,4 +1,4 @@
-"""What is asked, and when: made from a seed, so that every peer is asked the same."""
+"""Requests and their times, made from a seed, so that every peer gets the same."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ CLOSED = Shape("closed", 256, 32)
 
 
 def prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:
-    """Random token ids: nothing is in a prefix cache."""
+    """Random token ids: no prefix cache has them."""
     return tuple(rng.randrange(*TOKEN_IDS) for _ in range(tokens))
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
-    """One prompt by its seed."""
+    """The prompt that belongs to a length and a seed."""
     return list(prompt(random.Random(f"{seed} {tokens}"), tokens))
 
 
 def asks(shape: Shape, seed: int) -> Iterator[Ask]:
-    """Requests of one shape without end, due at once."""
+    """An endless series of requests of one shape, all due at the start of the run."""
     rng = random.Random(f"{seed} {shape}")
     while True:
         yield Ask(0.0, prompt(rng, shape.prompt_tokens), shape.output_tokens, shape.kind)
 
 
 def poisson(rate: float, seconds: float, rng: random.Random) -> list[float]:
-    """Arrivals, independent of each other, at a mean rate."""
+    """Arrival times in seconds, independent of each other, at a mean rate of `rate` a second."""
     return _arrivals(rate, seconds, rng, 1)
 
 
 def bursts(rate: float, seconds: float, rng: random.Random, size: int = 8) -> list[float]:
-    """Herds: `size` arrivals at a moment, the moments Poisson, the mean rate as given."""
+    """Arrival times in herds: `size` arrivals at each moment. Moments are Poisson, and the mean rate is `rate`."""
     return _arrivals(rate, seconds, rng, size)
 
 
@@ -69,7 +69,7 @@ def mixed(
 ) -> list[Ask]:
     """Long prompts with short answers among short prompts with long answers: 35 of 155 are long.
 
-    Each kind has its own arrivals, `rate` is that of both together.
+    Each kind has its own arrivals. `rate` is that of both together.
     """
     made = []
     for shape, share in ((SHORT, 1.0 - LONG_SHARE), (LONG, LONG_SHARE)):
@@ -80,16 +80,16 @@ def mixed(
 
 
 def unlike(asked: list[Ask], attempt: int) -> list[Ask]:
-    """The same requests with other tokens, so that no cache has them of another attempt. What two prompts share they
-    still share."""
+    """The same requests with other tokens, so that no cache has them from another attempt. Tokens that two prompts
+    shared before are still shared."""
     least, most = TOKEN_IDS
-    turn = attempt * 7919  # a prime: so far the tokens are moved on, round and round
+    turn = attempt * 7919  # every token id moves on by this much and wraps around; 7919 is a prime
     moved = {token: least + (token - least + turn) % (most - least) for ask in asked for token in ask.prompt}
     return [replace(ask, prompt=tuple(moved[token] for token in ask.prompt)) for ask in asked]
 
 
 def replay(trace: Trace, rate: float, seconds: float, max_model_len: int, seed: int) -> list[Ask]:
-    """A trace's requests at a mean rate; those that the model cannot take are left out.
+    """A trace's requests at a mean rate. Requests that the model cannot take are left out.
 
     Blocks that two prompts share have the same tokens, so a prefix cache finds what it would have found.
     """

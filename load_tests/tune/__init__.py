@@ -1,1 +1,1 @@
-"""`make tune`: an engine of each pool measured by itself, and the settings that it speaks for."""
+"""`make tune`: measures an engine of each pool by itself, and finds its settings."""

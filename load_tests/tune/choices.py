@@ -1,4 +1,4 @@
-"""What the measured steps of an engine say about its settings: the chunk of a prompt, the sequences of a replica.
+"""Chooses an engine's settings from its measured steps: the chunk of a prompt and the sequences of a replica.
 
 Pure: figures in, choices out. `load_tests/tune/tune.py` measures.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompts computed so many tokens a step. `longest_s`: the longest step, for which an abort or a newcomer waits."""
+    """Prompts computed in chunks of `tokens`. `longest_s`: the longest step; an abort or a new request waits for it."""
 
     tokens: int
     tokens_per_s: float
@@ -20,7 +20,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many sequences decode at once: seconds of a step, which is what each of them waits for a token."""
+    """`sequences` sequences decode at once. `step_s`: seconds of a step, the time that each waits for a token."""
 
     sequences: int
     step_s: float
@@ -32,8 +32,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """`tpot_s`: the longest a decode step may take. `gap_s`: the longest one beside a prompt. `loss`: the share of
-    prefill's best throughput that may be given up for shorter steps."""
+    """`tpot_s`: the longest time for a decode step. `gap_s`: the longest for one that also computes part of a prompt.
+    `loss`: the share of prefill's best throughput that may be given up for shorter steps."""
 
     tpot_s: float
     gap_s: float
@@ -41,7 +41,7 @@ class Goals:
 
 
 def chunk_of(tokens: int, steps_s: Sequence[float]) -> Chunk:
-    """Of the steps in which one prompt was computed."""
+    """The figures of a chunk, from the steps in which one prompt was computed."""
     return Chunk(tokens, tokens * len(steps_s) / sum(steps_s), max(steps_s))
 
 
@@ -52,11 +52,11 @@ def prefill_chunk(chunks: Sequence[Chunk], loss: float) -> Chunk:
 
 
 def most_sequences(loads: Sequence[Load], tpot_s: float) -> Load:
-    """The most sequences whose step takes no longer than that; where even the fewest take longer, the fewest."""
+    """The most sequences whose step takes at most `tpot_s`. Where all take longer, the fewest sequences."""
     fitting = [load for load in loads if load.step_s <= tpot_s]
     return max(fitting, key=lambda load: load.sequences) if fitting else min(loads, key=lambda load: load.sequences)
 
 
 def decode_chunk(beside_s: Mapping[int, float], gap_s: float) -> int:
-    """The most prompt tokens in a step that takes no longer than that; where none does, the fewest."""
+    """The most prompt tokens whose step takes at most `gap_s`. Where all take longer, the fewest tokens."""
     return max((tokens for tokens, seconds in beside_s.items() if seconds <= gap_s), default=min(beside_s))

@@ -44,13 +44,13 @@ from load_tests.tune.choices import Chunk, Goals, Load, chunk_of, decode_chunk, 
 
 TPOT_S = 0.1
 GAPS_OF_TPOT = 4.0
-GROWTH_TOKENS = 256  # that a sequence may gain while others are measured
+GROWTH_TOKENS = 256  # tokens that a sequence may gain while others are measured
 SEED = 1
 Row = dict[str, Any]
 
 
 async def measure_prefill(engine: Solo, options: argparse.Namespace) -> list[Chunk]:
-    """Every chunk, `--repeats` prompts each, the median one of them."""
+    """Measures every chunk with `--repeats` prompts. Returns the median prompt of each chunk."""
     found = []
     for tokens in options.chunks:
         prompts = [chunk_of(tokens, await engine.chunked(tokens, options.prompt)) for _ in range(options.repeats)]
@@ -63,7 +63,11 @@ async def measure_prefill(engine: Solo, options: argparse.Namespace) -> list[Chu
 async def measure_decode(
     engine: Solo, options: argparse.Namespace, goals: Goals
 ) -> tuple[list[Load], dict[int, float]]:
-    """Every number of sequences that fits until one takes too long, and every chunk beside the most that does not."""
+    """Measures numbers of sequences in turn, and then every chunk beside the largest number whose step is short enough.
+
+    A number that the KV memory does not hold is left out. The first number whose step takes too long is the last one
+    measured. Raises SoloError when the KV memory holds none of them.
+    """
     loads: list[Load] = []
     for sequences in (n for n in options.sequences if fits(engine, n, options)):
         loads.append(Load(sequences, await engine.decoding(sequences, options.context)))
@@ -83,14 +87,14 @@ async def measure_decode(
 
 
 def fits(engine: Solo, sequences: int, options: argparse.Namespace) -> bool:
-    """Whether the pool's KV memory holds so many sequences beside the largest chunk."""
+    """Whether the pool's KV memory holds `sequences` sequences beside the largest chunk."""
     block = engine.info.block_size
     each, chunk = -(-(options.context + GROWTH_TOKENS) // block), -(-options.chunks[-1] // block)
     return bool(sequences * each + chunk <= engine.info.total_blocks)
 
 
 async def tune_pool(config: BatonConfig, pool: str, options: argparse.Namespace, goals: Goals) -> Row:
-    """One pool as it is configured: its figures, and the settings they speak for."""
+    """Measures one pool as it is configured. Returns its figures and the settings that they suggest."""
     async with solo(config, pool, SEED) as engine:
         memory = {"kv_bytes_per_token": engine.info.kv_bytes_per_token, "kv_blocks": engine.info.total_blocks}
         if pool == "prefill":
@@ -118,14 +122,14 @@ def _figures(each: Chunk | Load) -> Row:
 
 
 def measured(config: BatonConfig, pool: str, variant: Mapping[str, Any], options: argparse.Namespace) -> BatonConfig:
-    """The configuration in which a pool is measured: changed as the variant says, its limits out of the way.
+    """The configuration in which a pool is measured: changed as the variant says, with limits too high to matter.
 
-    Ends the program with a message where the variant makes it a wrong one.
+    Ends the program with a message where the variant makes it invalid.
     """
     wide: Row = {
         "max_num_seqs": options.sequences[-1] + 1,
         "max_num_batched_tokens": options.chunks[-1] + options.sequences[-1] + 1,
-        "engine_args": {"long_prefill_token_threshold": 0},  # a chunk is measured in one step, not in a prompt's share
+        "engine_args": {"long_prefill_token_threshold": 0},  # a chunk is one whole step, with no limit for long prompts
     }
     arguments = config.model_dump(mode="json")
     group = arguments if pool == "prefill" else arguments["decode"]
@@ -147,7 +151,7 @@ def merged(into: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def run(options: argparse.Namespace) -> Row:
-    """Every pool in every variant, one engine at a time."""
+    """Measures every pool in every variant, one engine at a time."""
     before, config = conditions(), read(options.config)
     goals = goals_of(config, options)
     variants: list[Row] = [{}, *options.variant]
@@ -168,7 +172,10 @@ def run(options: argparse.Namespace) -> Row:
 
 
 def read(file: Path) -> BatonConfig:
-    """The `args` of a `serve run` file with vLLM's engines. Ends the program with a message where it is none."""
+    """Reads the `args` of a `serve run` file.
+
+    Ends the program with a message where the file is not one, or where an engine is not vLLM's.
+    """
     try:
         config = BatonConfig.model_validate(yaml.safe_load(file.read_text())["applications"][0]["args"])
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValidationError) as error:
@@ -179,14 +186,14 @@ def read(file: Path) -> BatonConfig:
 
 
 def goals_of(config: BatonConfig, options: argparse.Namespace) -> Goals:
-    """What is asked of steps; where the command line says nothing, the default class does."""
+    """The goals for steps. Without `--tpot-s` the objective of the default class counts, else `TPOT_S`."""
     of_class = config.placement.classes.get(config.placement.default_class)
     tpot_s = options.tpot_s or (of_class and of_class.tpot_s) or TPOT_S
     return Goals(tpot_s, options.gap_s or GAPS_OF_TPOT * tpot_s, options.loss)
 
 
 def fragment(pools: Mapping[str, Row]) -> str:
-    """The settings found, as they stand in a configuration's `args`."""
+    """The settings found, as YAML for the `args` of a configuration."""
     found: Row = {}
     for pool, row in pools.items():
         if pool == "prefill":
@@ -231,7 +238,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _longest(config: BatonConfig, pool: str) -> int:
-    """Prompt and answer that a pool takes."""
+    """The most tokens, prompt and answer together, that a pool takes."""
     engine = config.pools[pool].engine
     assert isinstance(engine, VllmEngineConfig)
     return engine.max_model_len or config.model.max_model_len

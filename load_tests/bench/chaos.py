@@ -1,27 +1,35 @@
 """What clients notice when everything fails now and then: faults at random under a crowd of clients.
 
 `make bench NAME=chaos`, or with `ARGS="--faults 300 --real-faults 0"`. Progress goes to stderr; the last line of
-stdout is one JSON object. `real` needs about 20 minutes beside the mock's half hour.
+stdout is one JSON object. The mock takes half an hour, and `real` about 20 minutes more.
 
-**What runs: `mock`.** 200 clients. The session manager, the cluster core, twelve replicas and the KV channel's state
-machines are the real ones, in one process without Ray; the engines are mocks (a step takes 50 ms), whose tokens are
-read from the KV in their blocks. Faults follow each other in `--streams` streams, each at a point of a session's life
-that is drawn as its kind is (`load_tests/chaos/points.py`): an engine is killed, with its KV channel, and replaced
-within 50 ms; KV writes fail for up to 50 ms; an engine stops for up to 200 ms, its writes under way; is slowed down to
-a multiple for up to 300 ms; has no free blocks for up to 100 ms; a pool refuses calls for up to 50 ms; half of what a
-worker sends to its peers for up to 100 ms is dropped, delayed by up to 100 ms, sent twice or changed by one bit. One
-fault in fifty kills the session manager, for up to 300 ms, or the ingress.
+**What runs: `mock`.** There are 200 clients. The session manager, the cluster core, twelve replicas and the KV
+channel's state machines are the real ones, in one process without Ray. The engines are mocks: a step takes 50 ms, and
+they read their tokens from the KV in their blocks. Faults follow each other in `--streams` streams. The kind of each is
+drawn, and so is the point of a session's life at which it happens (`load_tests/chaos/points.py`):
 
-**What runs: `real`.** `configs/cpu.yaml` as `make serve` starts it, a few clients over HTTP:
+- an engine is killed, with its KV channel, and replaced within 50 ms;
+- KV writes fail for up to 50 ms;
+- an engine stops for up to 200 ms, while its writes stay under way;
+- an engine is slowed down to a multiple for up to 300 ms;
+- an engine has no free blocks for up to 100 ms;
+- a pool refuses calls for up to 50 ms;
+- half of what a worker sends to its peers for up to 100 ms is dropped, delayed by up to 100 ms, sent twice or changed
+  by one bit.
+
+One fault in fifty kills the session manager, for up to 300 ms, or the ingress.
+
+**What runs: `real`.** `configs/cpu.yaml` as `make serve` starts it, with a few clients over HTTP:
 `load_tests/chaos/real.py`.
 
-**What is measured.** `faults`, `sessions`, and what became of them: `hung`, half a minute past their deadline of one;
-`wrong`, `truncated` (a clean end too early), `duplicated`; `refused`, an error that the request's own parameters
-explain (a seed); `failed`, one that they do not; `away`, no session manager was there; `cut`, the ingress died;
-`left`, the client went away. `completed_share`: of the sessions that stayed, were not cut and could go on, those
-whose answer came whole. `leaked`: what there is more of at the end than at the start, by kind.
-`decode_death_pause_ms_*`, of the mock: the longest gap between two tokens around the death of a decode engine, of
-each session that was decoding there, whatever else befalls it meanwhile.
+**What is measured.** `faults`, `sessions`, and the outcomes of the sessions. `hung`: one without an end half a minute
+past its deadline of one minute. `wrong`: the answer is another one. `truncated`: a clean end too early. `duplicated`:
+tokens came twice. `refused`: an error that the request's own parameters explain (a seed). `failed`: an error that they
+do not explain. `away`: no session manager was there. `cut`: the ingress died. `left`: the client left.
+`completed_share`: of the sessions that stayed, were not cut and could go on, those whose answer came whole. `leaked`:
+what there is more of at the end than at the start, by kind. `decode_death_pause_ms_*`, of the mock: the longest gap
+between two tokens around the death of a decode engine, of each session that was decoding there, whatever else happens
+to it meanwhile.
 """
 
 from __future__ import annotations

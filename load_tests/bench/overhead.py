@@ -3,26 +3,30 @@
 `make bench NAME=overhead`; shorter: `ARGS="--streams 1,32 --seconds 5 --peers baton,starlette"`. Progress goes to
 stderr; the last line of stdout is one JSON object.
 
-**Who.** Each over an engine that computes nothing and takes `--step-s` for a step, whatever is in it. `baton`: the
-whole application, one prefill and one decode replica with mock engines whose steps hardly cost CPU
-(`engine.computes: false`), `--ingresses` of ingresses, and every prompt split (`placement.split: always`).
-`baton_unsplit`: the same where prompts of 32 tokens are too short to be split (`placement.split_min_prompt_tokens`):
-one replica has all of a request, as in Ray Serve LLM's plain application. `baton_serve_proxy`: split, with Serve's
-HTTP proxy in place of HAProxy (`make serve PROXY=serve`). `starlette`: a plain server, one uvicorn process, that
-streams events of the same shape. `vllm`: `vllm serve`; scheduler, engine core and messages are vLLM's, the worker
-computes nothing (`load_tests/harness/peers/free_worker.py`). `rayllm`: Ray Serve LLM's `build_openai_app` over the same
-worker, one replica (its prefill-decode application has one hop and one engine more, and needs a real worker).
+**Servers.** Each runs over an engine that computes nothing and takes `--step-s` for a step, whatever is in it.
 
-**What is asked.** So many streams at any time, each followed by the next: prompts of 32 tokens, answers of 64, for
-`--seconds` after a quarter of that. The client is one process beside them on the same cores.
+- `baton`: the whole application. It has one prefill and one decode replica with mock engines whose steps hardly cost
+  CPU (`engine.computes: false`), and `--ingresses` ingresses. Every prompt is split (`placement.split: always`).
+- `baton_unsplit`: the same, but prompts of 32 tokens are too short to be split (`placement.split_min_prompt_tokens`).
+  One replica has all of a request, as in Ray Serve LLM's plain application.
+- `baton_serve_proxy`: split, with Serve's HTTP proxy in place of HAProxy (`make serve PROXY=serve`).
+- `starlette`: a plain server, one uvicorn process, that streams events of the same shape.
+- `vllm`: `vllm serve`. Scheduler, engine core and messages are vLLM's; the worker computes nothing
+  (`load_tests/harness/peers/free_worker.py`).
+- `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker, with one replica. Its prefill-decode application
+  has one hop and one engine more, and needs a real worker.
 
-**Figures.** CPU is that of all processes of the server but engines' own (`VLLM::EngineCore` and workers) and Ray's
-daemons (raylet, GCS, dashboard, agents, the launcher), which `cpu_us_per_token_by` shows apart; Baton's mock engines
-run inside the replicas and count. `requests_per_s`: that ended in the window; what a server can do, where the engine
-is not what holds it up: at 1,000 streams. `added_ms_p99`: of the gaps between tokens, less a step; tokens of one event
-count as one gap and gaps of nothing. `ttft_ms_p99`: has one step of the engine in it, or two where a prompt is split.
-`tokens_per_event`: above 1 when a server could not keep up and put several together. `stolen_share`: of the machine's
-CPU time, what others on its host took.
+**Load.** The given number of streams runs at any time, and each is followed by the next. Prompts have 32 tokens and
+answers 64. The load runs for `--seconds`, after a quarter of that which does not count. The client is one process
+beside the servers on the same cores.
+
+**Figures.** CPU is that of all processes of the server, except the engines' own (`VLLM::EngineCore` and workers) and
+Ray's daemons (raylet, GCS, dashboard, agents, the launcher). `cpu_us_per_token_by` shows those apart. Baton's mock
+engines run inside the replicas and count. `requests_per_s`: requests that ended in the window. It shows what a server
+can do only where the engine is not the limit: at 1,000 streams. `added_ms_p99`: of the gaps between tokens, less a
+step; several tokens of one event count as one gap and gaps of nothing. `ttft_ms_p99`: includes one step of the engine,
+or two where a prompt is split. `tokens_per_event`: above 1 when a server could not keep up and put several tokens
+together. `stolen_share`: of the machine's CPU time, the share that others on its host took.
 """
 
 from __future__ import annotations

@@ -3,19 +3,19 @@
 `make bench NAME=placement`, or with `ARGS="--replicas 10,100 --decisions 500 --blocks 100000 --sessions 1000"`.
 Progress goes to stderr; the last line of stdout is one JSON object.
 
-**What runs.** `Allocator.open` of the policy `joint`, as the session manager calls it: prediction of the answer's
-length, the lookup of the prompt's blocks in the prefix index, choice of the pair, objectives of the class, the
+**What runs.** `Allocator.open` of the policy `joint`, as the session manager calls it. It predicts the answer's length,
+looks up the prompt's blocks in the prefix index, chooses the pair, applies the objectives of the class, and makes the
 ledger's entry and the index's optimistic one. Nothing is mocked, and nothing else runs in the process. Automatic
-garbage collection is off, as in the session manager's process (`deployments/host/garbage.py`); `collect_ms` is what a
-collection of everything takes, which happens there every ten minutes.
-A third of the replicas prefill, the others decode, in two unlike pools.
+garbage collection is off, as in the session manager's process (`deployments/host/garbage.py`). `collect_ms` is the time
+that a collection of everything takes; the session manager's process does one every ten minutes. A third of the replicas
+prefill. The others decode, in two unlike pools.
 
 Before the clock starts, the index holds `--blocks` blocks over all replicas, in prefixes of which half are on two
-replicas, and `--sessions` sessions are in flight. Prompts are `PROMPT_BLOCKS` blocks long; of half of them some
-replicas have a prefix. After every decision, and off the clock, an older session has its prefill done, another is
-closed and a replica reports, a step with it, so that rows are made anew as in production: that work is timed apart, as
-`events_us`. `shared_prompt` is the largest fleet again, where all prompts also begin with the same `SHARED_BLOCKS`
-blocks, which every replica has: a system prompt.
+replicas. `--sessions` sessions are in flight. Prompts are `PROMPT_BLOCKS` blocks long. For half of them some replicas
+have a prefix. After every decision, and off the clock, an older session ends its prefill, another is closed, and a
+replica reports, with a step, so that rows are made anew as in production. That work is timed apart, as `events_us`.
+`shared_prompt` is the largest fleet again, where all prompts also begin with the same `SHARED_BLOCKS` blocks, which
+every replica has: a system prompt.
 
 `index_bytes_per_block`: memory of the process that the index took when it was filled, by tracemalloc, over its blocks.
 """

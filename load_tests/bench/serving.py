@@ -4,34 +4,40 @@
 Progress goes to stderr; the last line of stdout is one JSON object. Every run is also written to `--out`, with the
 arrival of every token; `python -m load_tests.report.plots FILES` draws them.
 
-**Who.** `baton`: `configs/cpu-1p1d.yaml` with the default placement, or `--config`. `vllm`: two `vllm serve`, each
-prefilling and decoding, prompts in chunks of vLLM's default size; the client sends to them in turn, which costs them
-no balancer. `rayllm`: Ray Serve LLM's `build_pd_openai_app` with vLLM's `NixlConnector`, one prefill and one decode
-engine, as shipped. By `--peers` also `vllm_chunk256`: as `vllm`, with chunks as small as Baton's; `baton_serve_proxy`:
-Baton with Serve's HTTP proxy in place of HAProxy (`make serve PROXY=serve`). Each has two engines with the same model,
-dtype, KV memory, block size, limits of sequences and length, and thread settings, and every engine has one core of its
-own; frontends, proxies and this client share both cores. On CPU Ray Serve LLM always takes the executor `mp`, which is
-one process more an engine; both of an engine's processes have the same core. Peers run one at a time, all of them in
-every round, in an order that turns.
+**Peers.**
 
-**What is asked.** `mixed.<rate>`: open loop, so many requests per second for `--seconds`: prompts of 1,000 tokens with
-answers of 8 (35 of 155) among prompts of 40 with answers of 60, Poisson arrivals (`--arrivals bursts`: herds of
-eight). `closed.<n>`: n requests at any time, 256 tokens and an answer of 32, for `--closed-seconds`; what is counted
-begins after a quarter of that. `--trace azure`: `trace.<rate>`, a trace's requests at those rates. Prompts are random
-tokens: no cache has them. Every peer is asked the same in a round; rounds differ. Before, a warm-up that is not
-counted.
+- `baton`: `configs/cpu-1p1d.yaml` with the default placement, or `--config`.
+- `vllm`: two `vllm serve`, each prefilling and decoding, with prompts in chunks of vLLM's default size. The client
+  sends to them in turn, so they need no balancer.
+- `rayllm`: Ray Serve LLM's `build_pd_openai_app` with vLLM's `NixlConnector`, one prefill and one decode engine, as
+  shipped.
+- `vllm_chunk256`, only by `--peers`: as `vllm`, with chunks as small as Baton's.
+- `baton_serve_proxy`, only by `--peers`: Baton with Serve's HTTP proxy in place of HAProxy (`make serve PROXY=serve`).
 
-**Objectives**, stated here and before any run: a short request's first token within 0.5 s and a long one's within 4 s;
-for both a token every 50 ms on average. `--slower 3`: all of them times three, on a machine a third as fast as the
-one they were stated for (AMD EPYC, 2 cores), where nobody could meet them.
+Each has two engines with the same model, dtype, KV memory, block size, limits of sequences and length, and thread
+settings. Every engine has one core of its own. Frontends, proxies and this client share both cores. On CPU Ray Serve
+LLM always takes the executor `mp`, which is one process more an engine; both processes of an engine have the same core.
+Peers run one at a time, all of them in every round, and the first one changes from round to round.
 
-**Figures.** Time counts from when a request was due. `short_*`: of short prompts; the rest is over everything.
-`goodput_rps`: requests per second that met the objectives of their kind. `output_tokens_per_s`: tokens that arrived
-within the window. `stolen_share`: of the machine's CPU time during the load, what others on its host took; with
-`--tries` a load that they took over `--most-stolen` of is asked again with other tokens of the same number at the same
-times, and the least disturbed of so many tries counts. `ready_s`: from the first command to the first answer of every
-engine. Each figure is the median of the rounds, `spread` their least and greatest. `ratios`: Baton's median over the
-other's. `answers_equal`: whether all gave the same greedy answers to the same prompts.
+**Load.** `mixed.<rate>`: open loop, with the given requests per second for `--seconds`. Prompts of 1,000 tokens with
+answers of 8 (35 of 155) come among prompts of 40 with answers of 60. Arrivals are Poisson (`--arrivals bursts`: herds
+of eight). `closed.<n>`: n requests at any time, with prompts of 256 tokens and answers of 32, for `--closed-seconds`;
+counting begins after a quarter of that. `--trace azure`: `trace.<rate>`, a trace's requests at those rates. Prompts are
+random tokens: no cache has them. In a round every peer gets the same requests; rounds differ. Before them comes a
+warm-up that does not count.
+
+**Objectives**, stated here and before any run. The first token comes within 0.5 s for a short request and within 4 s
+for a long one. For both a token comes every 50 ms on average. `--slower 3` multiplies all of them by three, for a
+machine a third as fast as the one they were stated for (AMD EPYC, 2 cores), where no peer could meet them.
+
+**Figures.** Time counts from when a request was due. `short_*`: of short prompts; the other figures are over all
+requests. `goodput_rps`: requests per second that met the objectives of their kind. `output_tokens_per_s`: tokens that
+arrived within the window. `stolen_share`: of the machine's CPU time during the load, the share that others on its host
+took. With `--tries`, a load of which they took more than `--most-stolen` is repeated, with other tokens of the same
+number at the same times. The least disturbed of at most that many tries counts. `ready_s`: from the first command to
+the first answer of every engine. Each figure is the median of the rounds; `spread` has their least and greatest.
+`ratios`: Baton's median over the other's. `answers_equal`: whether all gave the same greedy answers to the same
+prompts.
 """
 
 from __future__ import annotations

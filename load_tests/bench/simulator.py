@@ -1,19 +1,20 @@
 """How far the simulator is from the real cluster: the same small trace to both, on this machine.
 
 `make bench NAME=simulator`, or with `ARGS="--requests 40 --rate 0.3"`. Starts `configs/cpu-1p1d.yaml` (real engines,
-real NIXL, one prefill and one decode replica), everything split. Progress goes to stderr; the last line of stdout is
-one JSON object. A run takes about six minutes.
+real NIXL, one prefill and one decode replica) with every prompt split. Progress goes to stderr; the last line of stdout
+is one JSON object. A run takes about six minutes.
 
 **What runs.** First a load that is not compared teaches the session manager what steps take here: `--warm` requests
-like those of the trace, at the trace's rate. What it learned (`predictions` in
-`/baton/status`) is the simulator's profile. Then the trace, over HTTP, streamed, every request at its time whatever
-became of those before it (open loop). Then the same trace in the simulator. Prompts are random tokens: nothing is
-cached. Answers have exactly the trace's length.
+like those of the trace, at the trace's rate. What it learned (`predictions` in `/baton/status`) is the simulator's
+profile. Then the trace runs over HTTP, streamed. Every request is sent at its time, whatever the outcome of those
+before it (open loop). Then the same trace runs in the simulator. Prompts are random tokens, so nothing is cached.
+Answers have exactly the trace's length.
 
-**What is compared.** TTFT: from sending the request to the first event with a token. TPOT: from that to the last one,
-over the tokens between. Ratios are simulated over real; targets: medians within 15%, p90 within 25%. `overhead_s` is
-what a request spends outside the engines (HTTP, Serve, the session manager), measured as the least TTFT of the first
-load's requests of one block, less what the profile says of their prefill; the simulator's hops are half of it each.
+**What is compared.** TTFT: from sending the request to the first event with a token. TPOT: from that event to the last
+one, over the tokens between. Ratios are simulated over real. Targets: medians within 15%, p90 within 25%.
+`overhead_s`: what a request spends outside the engines (HTTP, Serve, the session manager). It is the least TTFT of the
+first load's requests of one block, less what the profile says of their prefill. Each of the simulator's hops takes half
+of it.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
 object.
 
 **What runs.** The mock cluster, the crowd and the faults of `make bench NAME=chaos`, with fewer clients and about one
-fault in two seconds. What the load itself remembers of an answer is forgotten once that has been judged.
+fault in two seconds. The load judges each answer and then forgets what it remembers of it.
 
-**What is measured.** Every few seconds, after a garbage collection: the process's resident memory, what of it the
-program has asked of the C heap and not given back (`heap_mib`; the rest of the heap's growth is the allocator's
-fragmentation), and the number of Python objects. The first third is warm-up. `*_growth`: the median of the last third
-less that of the second, and as a share of it; `*_per_hour`: the slope of a line through all samples after warm-up.
-`leaked` as in `chaos`.
+**What is measured.** Every few seconds, after a garbage collection, a sample is taken. It has the process's resident
+memory, the memory that the program has from the C heap and has not given back (`heap_mib`), and the number of Python
+objects. The rest of the heap's growth is the allocator's fragmentation. The first third of the samples is warm-up.
+`*_growth`: the median of the last third less that of the second. `*_growth_share`: the same as a share of the median of
+the second third. `*_per_hour`: the slope of a line through all samples after warm-up. `leaked` is as in `chaos`.
 """
 
 from __future__ import annotations

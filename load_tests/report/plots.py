@@ -1,9 +1,10 @@
-"""Runs of the serving benchmark drawn.
+"""Draws runs of the serving benchmark.
 
 `python -m load_tests.report.plots -o a.png .cache/bench/serving/*mixed-1.55.json`
 
-One figure: the share of requests whose time to first token, longest gap and end-to-end time were at most so long, a
-line for each run. Needs matplotlib (`.venv/bin/python -m pip install matplotlib`), which nothing else here does.
+The picture has three parts: time to first token, longest gap and end-to-end time. Each shows, for every time, the share
+of requests that took at most that long, with a line for each run. Needs matplotlib (`.venv/bin/python -m pip install
+matplotlib`), which nothing else here needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`vllm bench serve`, unmodified, against any of our endpoints, so that nobody need trust the client of ours.
+"""`vllm bench serve`, unmodified, against any of our endpoints: a check that does not depend on our own client.
 
 `python -m load_tests.traffic.vllm_bench --base-url http://127.0.0.1:8000 --model smollm2-135m-instruct --tokenizer
 DIR`, and any option of `vllm bench serve` after `--`.

@@ -1,22 +1,23 @@
 """Finds an engine's settings for a machine and a model, by role: `make tune CONFIG=configs/cpu-1p1d.yaml`.
 
-It starts the engine of each pool by itself, without Ray and HTTP, and measures what its steps take. Progress and the
-settings found, as YAML for the file, go to stderr; the last line of stdout is one JSON object. One engine runs at a
-time: where several will share cores or a memory bus, steps will take longer than they do here.
+It starts the engine of each pool by itself, without Ray and HTTP, and measures what its steps take. Progress goes to
+stderr, and so do the settings found, as YAML for the file. The last line of stdout is one JSON object. One engine runs
+at a time. Where several engines will share cores or a memory bus, steps will take longer than they do here.
 
-**Prefill.** `engine.max_num_batched_tokens`: prompts of `--prompt` tokens, computed in chunks of each of `--chunks`.
-The smallest is chosen that gives up no more than `--loss` of the best throughput: a chunk is what an abort or a
-newcomer waits for, and the KV cache of a chunk travels while the next one is computed.
+**Prefill.** `engine.max_num_batched_tokens`: prompts of `--prompt` tokens are computed in chunks of each of `--chunks`.
+The smallest chunk is chosen that gives up no more than `--loss` of the best throughput. A small chunk has two uses: an
+abort or a new request waits for a chunk, and the KV cache of a chunk travels while the next one is computed.
 
 **Decode.** `engine.max_num_seqs`: the most of `--sequences`, each with a prompt of `--context` tokens, whose step
-takes at most `--tpot-s`; those that the pool's KV memory does not hold are left out. `engine.max_num_batched_tokens`:
-the largest of `--chunks` that a step can compute beside so many sequences within `--gap-s`: what a short prompt,
-prefilled here, costs those who are being answered. Without `--tpot-s`, that of `placement.default_class` counts.
+takes at most `--tpot-s`. Numbers that the pool's KV memory does not hold are left out.
+`engine.max_num_batched_tokens`: the largest of `--chunks` that a step can compute beside that many sequences within
+`--gap-s`. This is the delay that a short prompt, prefilled here, costs the requests that are being answered. Without
+`--tpot-s`, that of `placement.default_class` counts.
 
-**Variants.** `--variant '{"engine": {"omp_threads": 2}}'`, as often as wanted, measures each pool again with these of
-its keys changed: threads, their binding (`{"env": {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}}`), compiled or eager
-(`{"engine": {"enforce_eager": false}}`), quantisation. For prefill the variant with the highest throughput is best;
-for decode that with the most tokens per second within `--tpot-s`.
+**Variants.** `--variant '{"engine": {"omp_threads": 2}}'`, given any number of times, measures each pool again with
+these of its keys changed. They may be threads, their binding (`{"env": {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}}`),
+compiled or eager (`{"engine": {"enforce_eager": false}}`), or quantisation. For prefill the variant with the highest
+throughput is best; for decode the one with the most tokens per second within `--tpot-s`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""The KV channel between two processes without vLLM: are bytes right, how fast, and how much hides behind a prefill.
+"""Check the KV channel between two processes, without vLLM: its bytes, its speed, and its overlap with a prefill.
 
-`make gpu-check`, or `python -m transfer.gpu_check`. Needs torch, nixl, pyzmq, msgspec and numpy. A prefill process and
-a decode process hold a KV cache each, on two GPUs where there are two. What is printed:
+Run `make gpu-check`, or `python -m transfer.gpu_check`. It needs torch, nixl, pyzmq, msgspec and numpy. A prefill
+process and a decode process hold one KV cache each, on two GPUs where there are two. It prints:
 
-- bytes: patterns of blocks are written; both caches are compared whole, by one digest a block.
-- bandwidth: from handing blocks of all layers to the channel until the last write is complete, medians, beside
-  `torch.Tensor.copy_` of as many bytes on the device, and between devices where there are two. GB are 10^9 bytes,
-  counted once.
-- overlap: a transformer prefills a prompt in chunks; after each layer's attention an event is recorded on the compute
-  stream and handed to the channel, as `transfer/vllm/connector.py` does. The prefill has ended when its stream has.
-  Rounds with writes and without take turns; medians.
+- bytes: blocks are written in several patterns. Then both caches are compared whole, by one digest per block.
+- bandwidth: the median time from handing blocks of all layers to the channel until the last write is complete. Beside
+  it stands the rate of `torch.Tensor.copy_` for as many bytes on the device, and between devices where there are two.
+  A GB is 10^9 bytes, counted once.
+- overlap: a transformer prefills a prompt in chunks. After each layer's attention an event is recorded on the compute
+  stream and handed to the channel, as `transfer/vllm/connector.py` does. The prefill ends when its stream ends.
+  Rounds with writes alternate with rounds without. The figures are medians.
 
-The last line of stdout is one JSON object. Exit status: 0; 1 when bytes are wrong, something took too long, or a side
-failed; 2 when there is no GPU, or a package is missing.
+The last line of stdout is one JSON object. The exit status is 0 when all is well; 1 when bytes are wrong, a step takes
+too long, or a side fails; 2 when there is no GPU, or a package is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transfer.check.shape import PRESETS, CheckFailed, Shape
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="transfer.gpu_check", description="The KV channel without vLLM")
     parser.add_argument(
         "--device", choices=sorted(PRESETS), default="cuda", help="cpu: the same on main memory, smaller"
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shape_of(options: argparse.Namespace) -> Shape:
-    """The device's preset with what the command line changes; heads follow the hidden size, two to a KV head."""
+    """The device's preset, with the values of the command line. Heads follow the hidden size, two per KV head."""
     preset = PRESETS[options.device]
     given = {name: value for name, value in vars(options).items() if value is not None and hasattr(preset, name)}
     shape = replace(preset, **given)
@@ -58,13 +58,13 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it and print it; the exit status."""
+    """Run the check and print the figures. Returns the exit status."""
     options = parse(arguments)
     try:
         import torch
 
         from transfer.check.run import run
-    except ImportError as error:  # here and not above: a machine that lacks something is told what
+    except ImportError as error:  # imported here, so that the message names a package that is missing
         return _unable(f"torch, nixl, pyzmq, msgspec and numpy are needed: {error}")
     devices = ["cpu"]
     if options.device == "cuda":
@@ -107,5 +107,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)  # ended by SIGTERM as by Ctrl-C: with its processes
+    signal.signal(signal.SIGTERM, _terminated)  # SIGTERM ends the child processes as well, as Ctrl-C does
     sys.exit(main())

@@ -1,1 +1,1 @@
-"""The two sides of a KV channel, and what goes between them."""
+"""The two sides of a KV channel, and what passes between them."""

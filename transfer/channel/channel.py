@@ -1,7 +1,7 @@
 """A worker's KV channel: one thread that owns the data plane, the control endpoint and every handoff.
 
 The engine's thread only appends to a queue and takes results, so a step never waits for the network. `DecodeSide` and
-`PrefillSide` hold the handoffs; every worker has both.
+`PrefillSide` hold the handoffs. Every worker has both.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ logger = logging.getLogger("baton.transfer")
 
 
 class ChannelError(Exception):
-    """The channel can move nothing any more."""
+    """The channel cannot move KV any more."""
 
 
 class Channel:
-    """One worker's channel. `trace(event, **fields)` is called with what happens to handoffs and layers."""
+    """One worker's channel. It calls `trace(event, **fields)` for every event of a handoff or a layer."""
 
     def __init__(
         self,
@@ -72,20 +72,21 @@ class Channel:
     # ---- called by the engine's thread
 
     def meet(self, writers: list[list[str]]) -> None:
-        """Decode: the replicas that may write to us, each the endpoints of its workers by rank; we may be among them.
+        """Decode: the replicas that may write to this worker. Each is the endpoints of its workers by rank.
 
-        New ones are connected now, so that the first request need not wait for that. Others are disconnected.
+        This worker's own replica may be among them. New replicas are connected now, so that their first request does
+        not wait for a connection. Replicas that are not listed are disconnected.
         """
         self._do(lambda: self._decode.meet(writers))
 
     def keep(self, readers: list[list[str]]) -> None:
-        """Prefill: the replicas that we may write to. Those that are not listed any more are forgotten."""
+        """Prefill: the replicas that this worker may write to. Replicas that are not listed any more are forgotten."""
         self._do(lambda: self._prefill.keep(readers))
 
     def offer(
         self, key: Key, request_id: str, peers: list[str], first_block: int, blocks: list[int], needs_token: bool
     ) -> None:
-        """Decode: offer `blocks` to the prefill workers at `peers` for the prompt's blocks from `first_block`."""
+        """Decode: offer `blocks` to the prefill workers at `peers`, for the prompt's blocks from `first_block` on."""
         self._do(lambda: self._decode.offer(key, request_id, peers, first_block, blocks, needs_token))
 
     def cancel(self, key: Key, reason: str) -> None:
@@ -93,21 +94,24 @@ class Channel:
         self._do(lambda: self._decode.cancel(key, reason))
 
     def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
-        """Decode: the request ended before its blocks were offered. Prefill need not wait for an offer."""
+        """Decode: the request ended before its blocks were offered. Prefill then does not wait for an offer."""
         self._do(lambda: self._decode.withdraw(key, peers, reason))
 
     def is_answered(self, key: Key, peers: int = 1) -> bool:
-        """Prefill: those of decode's `peers` workers that hold our heads have offered their blocks, or never will."""
+        """Prefill: whether each decode worker that takes our heads has offered its blocks, or never will.
+
+        `peers`: the number of workers of the decode replica.
+        """
         return self._prefill.is_answered(key, peers)
 
     def begin_step(self, chunks: list[Chunk]) -> None:
-        """Prefill: this step computes these chunks."""
+        """Prefill: a step begins that computes these chunks."""
         self._chunks = tuple(chunks)
         for chunk in chunks:
             self._trace("forward_begin", session=chunk.key[0], computed=chunk.computed)
 
     def layer_saved(self, layer: int, ready: Ready | None = None) -> None:
-        """Prefill: a layer's KV of this step's chunks is computed, or will be when `ready` is."""
+        """Prefill: a layer's KV of this step's chunks is computed, or will be once `ready` says so."""
         if chunks := self._chunks:
             self._do(lambda: self._prefill.saved(chunks, layer, ready))
 
@@ -118,16 +122,16 @@ class Channel:
         self._chunks = ()
 
     def ended(self, key: Key, request_id: str, ok: bool, peers: int = 1) -> None:
-        """Prefill: the engine is done with the request; `Results.released` names it when its blocks are free.
+        """Prefill: the engine is done with the request. `Results.released` names it once its blocks are free.
 
-        `peers`: workers of the decode replica.
+        `ok`: the whole prompt is computed. `peers`: the number of workers of the decode replica.
         """
         self._do(lambda: self._prefill.ended(key, request_id, ok, peers))
 
     def wait_quiet(self, keys: list[Key], timeout_s: float) -> bool:
-        """Prefill: these were preempted. Wait until no write reads their blocks, which are overwritten next.
+        """Prefill: these requests were preempted. Wait until no write reads their blocks, as they are overwritten next.
 
-        False: writes still read them after `timeout_s`.
+        Returns False when writes still read them after `timeout_s`.
         """
         quiet = threading.Event()
 
@@ -141,22 +145,22 @@ class Channel:
         return quiet.wait(timeout_s)
 
     def take_results(self) -> Results:
-        """What has ended since the last call. Raises ChannelError when the channel's thread has died."""
+        """The handoffs that have ended since the last call. Raises ChannelError when the channel's thread has died."""
         if self._error is not None:
             raise ChannelError("the KV channel's thread died") from self._error
         return self._outbox.take()
 
     @property
     def has_news(self) -> bool:
-        """Since the last `take_results` there are results, or an offer has come, or the channel has died."""
+        """Whether, since the last `take_results`, there are results, an offer has come, or the channel has died."""
         return self._outbox.has_news
 
     def on_news(self, call: Callable[[], None]) -> None:
-        """Call this, on the channel's thread, when there is news."""
+        """Set the function that the channel's thread calls when there is news."""
         self._outbox.on_news = call
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, and what is open now."""
+        """Totals since the start, and the numbers of handoffs that are open now."""
         return self._outbox.counts | {
             "open_receiving": len(self._decode),
             "open_writing": len(self._prefill),
@@ -164,7 +168,7 @@ class Channel:
         }
 
     def close(self) -> None:
-        """End the thread and release memory; idempotent. A thread that does not end in time is logged and left."""
+        """End the thread and release memory; idempotent. A thread that does not end in time is logged and left running."""
         if self._closing:
             return
         self._closing = True
@@ -176,7 +180,7 @@ class Channel:
         os.close(self._wake)
 
     def _do(self, command: Callable[[], None]) -> None:
-        if self._closing:  # the number of the descriptor may name another file by now
+        if self._closing:  # the closed descriptor's number may name another file by now
             return
         self._commands.append(command)
         os.eventfd_write(self._wake, 1)
@@ -193,7 +197,7 @@ class Channel:
             raise
         finally:
             if self._prefill.writes.finish(self._timings.finish_writes_s):
-                self._endpoint.close()  # tells the peers that we write no more, so that they may reuse their blocks
+                self._endpoint.close()  # tells the peers that no more writes come, so they may reuse their blocks
                 self._plane.close()
             else:
                 logger.error("writes did not end; the peers learn that they are over when this process ends")
@@ -219,10 +223,10 @@ class Channel:
             return
 
     def _wait_ms(self) -> int | None:
-        """How long the thread may sleep without news.
+        """The longest time that the thread may sleep without news. None: until there is news.
 
-        It does not sleep while a write of ours runs. It wakes often while the transport has work, and seldom while
-        handoffs are open: a peer may write here, and its transport needs ours. None: until there is news.
+        The thread does not sleep while one of our writes runs. It wakes often while the transport has work. It wakes
+        seldom while handoffs are open: a peer may write here, and its transport needs ours.
         """
         now = time.monotonic()
         if self._commands:

@@ -1,7 +1,7 @@
 """The decode workers that a prefill worker may write to.
 
-A decode worker introduces itself with a Hello. It is then connected for good, or refused for good. Used by the
-channel's thread alone.
+A decode worker introduces itself with a Hello. It is then connected for good, or refused for good. Only the channel's
+thread uses this module.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class DecodePeers:
         self.agents: dict[bytes, Agent] = {}
 
     def is_active(self, now: float) -> bool:
-        """The transport makes a data connection, or closes one."""
+        """Whether the transport is making or closing a data connection."""
         return now < self._warm_until
 
     def hello(self, sender: bytes, hello: control.Hello) -> list[bytes]:
         """Connect a worker that introduces itself, or refuse it.
 
-        Returns the identities that this connection replaces: the worker has lost those connections, and has given up
-        the handoffs that were on them.
+        Returns the identities that this connection replaces. The worker has lost those connections, and has given up
+        the handoffs on them.
         """
         agent = Agent(hello.agent, hello.layout, hello.address)
         known = {peer: other for peer, other in self.agents.items() if peer == sender or other.name == agent.name}
         if sender in known and known != {sender: agent}:
-            # No answer: "refused" would tell the connected worker that we do not write to it.
+            # No answer is sent: "refused" would tell the connected worker that nothing writes to it.
             self._outbox.counts["messages_refused"] += 1
             return []
         reason = self._refused.get(sender)
@@ -73,7 +73,7 @@ class DecodePeers:
         return replaced
 
     def _connect(self, hello: control.Hello) -> str | None:
-        """Make the data connection. Returns why there can be none."""
+        """Make the data connection. Returns the reason when there can be none, else None."""
         self._warm_until = time.monotonic() + self._warm_up_s
         reason = mismatch(self._layout, hello.layout)
         if reason is None:
@@ -84,7 +84,7 @@ class DecodePeers:
         return reason
 
     def refuse(self, sender: bytes, reason: str) -> None:
-        """Refuse a connection for good: a refused peer reuses its blocks, so nothing may be written on it later."""
+        """Refuse a connection for good. A refused peer reuses its blocks, so nothing may be written to it later."""
         self._outbox.counts["messages_refused"] += 1
         remember(self._refused, sender, reason)
         self._endpoint.send(sender, control.Refused(reason[: control.REASON_CHARS]))
@@ -92,8 +92,8 @@ class DecodePeers:
     def keep(self, replicas: list[list[str]], busy: Collection[bytes]) -> None:
         """Forget the workers of replicas that were listed before and are not listed now.
 
-        `replicas`: each the endpoints of its workers. `busy`: workers with an open handoff; they are forgotten at a
-        later call.
+        `replicas`: each is the endpoints of its workers. `busy`: the workers with an open handoff. They are forgotten
+        at a later call.
         """
         now_listed = {endpoint for workers in replicas for endpoint in workers}
         gone, self._listed = self._listed - now_listed, now_listed

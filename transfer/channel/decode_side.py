@@ -1,7 +1,7 @@
-"""The handoffs of a decode worker: it offers blocks, waits for KV and first token, and fences what is cancelled.
+"""The handoffs of a decode worker: it offers blocks, waits for KV and first token, and fences cancelled handoffs.
 
-A handoff is fenced while peers may still write its blocks: they are asked to stop until each has said that it has.
-Used by the channel's thread alone.
+A handoff is fenced while peers may still write its blocks: the peers are asked to stop, until each has answered that
+it has stopped. Only the channel's thread uses this module.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Receiving:
 
 
 class DecodeSide:
-    """`timeout_s`: the time from an offer until its KV must be here. The peers are then told to stop, and told again
-    after every further `timeout_s`.
+    """`timeout_s`: the time from an offer until its KV must be here. After it, the peers are told to stop, and are told
+    again after every further `timeout_s`.
     """
 
     def __init__(
@@ -58,14 +58,17 @@ class DecodeSide:
         return len(self._receiving)
 
     def is_active(self, now: float) -> bool:
-        """The transport has something to do on our side: a write is under way, or a new peer makes its connection."""
+        """Whether the transport has work on our side: a write is under way, or a new peer makes its connection."""
         return now < self._active_until
 
     def nudged(self) -> None:
         self._active_until = max(self._active_until, time.monotonic() + self._timings.nudged_s)
 
     def meet(self, peers: list[list[str]]) -> None:
-        """Only these replicas may write here: connect new ones, disconnect others. Each is a list of endpoints."""
+        """Only these replicas may write here: connect the new ones and disconnect all others.
+
+        Each replica is the list of its workers' endpoints. A peer with an open handoff stays connected.
+        """
         wanted = {endpoint for workers in peers for endpoint in self._sources(workers)} - {self._endpoint.address}
         busy = {endpoint for receiving in self._receiving.values() for endpoint in receiving.endpoints}
         for endpoint in self._endpoint.peers - wanted - busy:
@@ -104,7 +107,7 @@ class DecodeSide:
             self._tell(key, lambda machine: machine.failed(reason, endpoint))
 
     def first_token(self, key: Key, token: int) -> None:
-        """The first token may overtake the engine step that offers the blocks."""
+        """A first token has come. It may come before the engine step that offers the blocks; it is then kept."""
         if key in self._receiving:
             self._tell(key, lambda machine: machine.first_token(token))
         else:
@@ -127,12 +130,12 @@ class DecodeSide:
                 self.cancel(key, "the KV cache did not arrive in time")
 
     def _sources(self, peers: list[str]) -> list[str]:
-        """Of a prefill replica's workers, those that hold our heads."""
+        """The endpoints of those workers of a prefill replica from which this worker takes its heads."""
         layout = self._layout
         return [peers[rank] for rank in sources(layout.rank, layout.workers, len(peers), layout.total_heads)]
 
     def _is_writing(self, key: Key, endpoint: str) -> bool:
-        """Only a peer that still writes a handoff has a say in how it ends."""
+        """Whether this peer still writes the handoff. Other peers have no influence on how the handoff ends."""
         if key not in self._receiving:
             return False  # late or repeated
         if endpoint in self._receiving[key].endpoints:

@@ -1,4 +1,4 @@
-"""What an engine computes: chunks of prompts, layer by layer."""
+"""The work of an engine: chunks of prompts, computed layer by layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from transfer.channel.outbox import Key
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one engine step computes of a request: after it, the first `computed` of `prompt` tokens lie in `blocks`.
+    """The part of a request that one engine step computes.
 
-    `peers`: the number of workers of the decode replica.
+    After the step, the KV of the first `computed` of `prompt` tokens lies in `blocks`. `peers`: the number of workers
+    of the decode replica.
     """
 
     key: Key
@@ -26,7 +27,7 @@ class Chunk:
 
 
 class Ready(Protocol):
-    """Tells whether a layer's KV is in memory: a CUDA event, recorded on the compute stream."""
+    """Tells whether a layer's KV is in memory. It is a CUDA event, recorded on the compute stream."""
 
     def query(self) -> bool: ...
 
@@ -34,10 +35,10 @@ class Ready(Protocol):
 
 
 class LaunchedLayers:
-    """Layers that an engine has launched on its GPU and that may not be computed yet, in their order.
+    """The layers that an engine has launched on its GPU and that may not be computed yet, in their order.
 
-    An engine launches layers far ahead of its GPU. A thread that waited for each layer when it is launched would post
-    the first write after the last layer.
+    An engine launches layers far ahead of its GPU. If it waited for all launched layers before it wrote one, the first
+    write would begin after the last layer.
     """
 
     def __init__(self) -> None:
@@ -47,11 +48,11 @@ class LaunchedLayers:
         return len(self._launched)
 
     def add(self, chunks: tuple[Chunk, ...], layer: int, ready: Ready) -> None:
-        """A layer of these chunks was launched; `ready` tells when it is computed."""
+        """A layer of these chunks is launched. `ready` tells when it is computed."""
         self._launched.append((chunks, layer, ready))
 
     def take(self, wait: bool = False) -> Iterator[tuple[tuple[Chunk, ...], int]]:
-        """Chunks and layer of what is computed by now, oldest first. With `wait`: of everything that was launched."""
+        """The chunks and layers that are computed by now, oldest first. With `wait`: wait for all launched layers."""
         while self._launched:
             chunks, layer, ready = self._launched[0]
             if wait:

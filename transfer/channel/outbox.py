@@ -1,4 +1,4 @@
-"""What a channel's thread tells the engine's thread: which handoffs have ended, and counters."""
+"""Reports from a channel's thread to the engine's thread: the handoffs that have ended, and counters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ COUNTERS = (
     "handoffs_failed",
     "handoffs_received",
     "handoffs_broken",
-    "messages_refused",  # well formed, but not from this sender, or not here
+    "messages_refused",  # well formed, but not allowed from this sender, or not on this side
 )
 
 
 @dataclass(slots=True)
 class Results:
-    """What has ended since the engine last asked, by engine request id."""
+    """The handoffs that have ended since the engine last asked, by engine request id.
+
+    `received`: the first token, or None where this rank does not carry it. `broken`: the reason. `released`: the
+    prefill requests whose blocks are free.
+    """
 
     received: dict[str, int | None] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
@@ -35,7 +39,7 @@ class Results:
 
 
 class Outbox:
-    """Filled by the channel's thread, emptied by the engine's."""
+    """The channel's thread fills it, and the engine's thread empties it."""
 
     def __init__(self) -> None:
         self._results, self._lock, self._news = Results(), threading.Lock(), False
@@ -43,32 +47,32 @@ class Outbox:
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
 
     def received(self, request_id: str, token: int | None) -> None:
-        """A decode request's KV is here, and its first token, where this rank carries it."""
+        """A decode request's KV is here. So is its first token, where this rank carries it."""
         self.counts["handoffs_received"] += 1
         with self._lock:
             self._results.received[request_id] = token
         self.alarm()
 
     def broken(self, request_id: str, reason: str) -> None:
-        """A decode request's KV will not come, and nobody writes its blocks any more."""
+        """A decode request's KV will not come, and no peer writes its blocks any more."""
         self.counts["handoffs_broken"] += 1
         with self._lock:
             self._results.broken[request_id] = reason
         self.alarm()
 
     def released(self, request_id: str) -> None:
-        """A prefill request's blocks are not read any more."""
+        """No write reads a prefill request's blocks any more."""
         with self._lock:
             self._results.released.add(request_id)
         self.alarm()
 
     def alarm(self) -> None:
-        """There is something to take, or to look at."""
+        """Tell the engine's thread that there is news: results to take, or a change to look at."""
         self._news = True
         self.on_news()
 
     def take(self) -> Results:
-        """What has ended since the last call."""
+        """The handoffs that have ended since the last call."""
         with self._lock:
             taken, self._results = self._results, Results()
             self._news = False
@@ -76,12 +80,12 @@ class Outbox:
 
     @property
     def has_news(self) -> bool:
-        """Something has happened since the last `take`."""
+        """Whether there is news since the last `take`."""
         return self._news
 
 
 def remember(book: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    """Keep the newest `TOMBSTONES` entries: late messages are answered from them."""
+    """Add an entry, and keep only the newest `TOMBSTONES`. Late messages are answered from them."""
     book[key] = value
     while len(book) > TOMBSTONES:
         book.popitem(last=False)

@@ -1,7 +1,7 @@
-"""Which write is posted next: bounded per peer and per device, fair between handoffs, no faster than a rate.
+"""Chooses the write to post next: bounded per peer and per device, fair between handoffs, no faster than a rate.
 
-Pure: time is an argument. Among handoffs whose peer has room, the one that has had the fewest bytes goes first
-(start-time fair queueing), so a long prompt does not starve a short one.
+Pure: time is an argument. Among the handoffs whose peer has room, the one that has had the fewest bytes goes first
+(start-time fair queueing). So a long prompt does not starve a short one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ BURST_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be outstanding at once, and bytes per second over all peers (None: no limit).
+    """The maximum amounts outstanding at once, and the bytes per second over all peers (None: no limit).
 
-    A write over a limit goes alone.
+    A write that is larger than a limit goes alone.
     """
 
     peer_bytes: int = 64 * 1024 * 1024
@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A write that waits, or is outstanding."""
+    """A write that waits or is outstanding. `size`: in bytes."""
 
     handoff: Any
     peer: Any
@@ -46,7 +46,7 @@ class _Waiting:
 
 
 class Pacer:
-    """`push` what there is to write, `pop` what may be posted now, say `done` when it is complete or has failed."""
+    """`push` adds a write, `pop` takes one that may be posted now, `done` reports that it is complete or has failed."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -58,17 +58,17 @@ class Pacer:
         self._free_at = 0.0
 
     def __len__(self) -> int:
-        """Writes that wait."""
+        """The number of waiting writes."""
         return sum(len(waiting.jobs) for waiting in self._waiting.values())
 
     def push(self, job: Job) -> None:
-        """A handoff's writes keep their order."""
+        """Add a write. The writes of a handoff keep their order."""
         if job.handoff not in self._waiting:
             self._waiting[job.handoff] = _Waiting(self._served)
         self._waiting[job.handoff].jobs.append(job)
 
     def pop(self, now: float) -> Job | None:
-        """The next write to post, which is outstanding from now on, or None."""
+        """The next write to post, or None. The write is outstanding from now on."""
         if not self._waiting or self.wait_s(now):
             return None
         fitting = [waiting for waiting in self._waiting.values() if self._fits(waiting.jobs[0])]
@@ -90,12 +90,12 @@ class Pacer:
         self._count(job, -1)
 
     def drop(self, handoff: Hashable) -> list[Job]:
-        """Forget a handoff's waiting writes."""
+        """Forget a handoff's waiting writes, and return them."""
         waiting = self._waiting.pop(handoff, None)
         return list(waiting.jobs) if waiting else []
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the rate allows another write; 0 when it does."""
+        """Seconds until the rate allows another write. 0 when it allows one now, or when no write waits."""
         wait = self._free_at - BURST_S - now
         return wait if self._waiting and wait > 0 else 0.0
 

@@ -1,6 +1,6 @@
-"""The handoffs of a prefill worker: it writes what is computed into the blocks that are offered.
+"""The handoffs of a prefill worker: it writes computed KV into the blocks that decode offers.
 
-Used by the channel's thread alone, except `is_answered`.
+Only the channel's thread uses this module, except for `is_answered`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Reading = tuple[Key, int]  # one decode worker's part of a handoff: key and rank
 
 
 class PrefillSide:
-    """`timeout_s`: the time from an offer, or from a first chunk, until everything must be written.
+    """`timeout_s`: the time from an offer, or from a first chunk, until all KV must be written.
 
-    `peers`: the decode workers. `writes`: what waits and what is in flight.
+    `peers`: the decode workers. `writes`: the writes that wait, and those in flight.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrefillSide:
 
     @property
     def is_busy(self) -> bool:
-        """A write is under way, or a layer is being computed: look again soon."""
+        """Whether a write is under way or a layer is being computed, so that the channel must look again soon."""
         return bool(self.writes.in_flight or self._launched)
 
     def __len__(self) -> int:
@@ -61,11 +61,11 @@ class PrefillSide:
         return len(self._handoffs)
 
     def is_active(self, now: float) -> bool:
-        """The transport makes a data connection, or closes one."""
+        """Whether the transport is making or closing a data connection."""
         return self.peers.is_active(now)
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until there is something to do without news: 0 while it is busy, None for never."""
+        """Seconds until there is work that no news announces. 0 while this side is busy. None: never."""
         if self.is_busy:
             return 0.0
         waits = [max(0.0, writing.deadline - now) for writing in self._handoffs.values()]
@@ -73,7 +73,7 @@ class PrefillSide:
             waits.append(paced_s)
         return min(waits, default=None)
 
-    # ---- what the engine does
+    # ---- events from the engine
 
     def saved(self, chunks: tuple[Chunk, ...], layer: int, ready: Ready | None) -> None:
         """A layer of these chunks is computed, or will be when `ready` says so."""
@@ -83,7 +83,7 @@ class PrefillSide:
             self._launched.add(chunks, layer, ready)
 
     def _catch_up(self, wait: bool = False) -> None:
-        """Take the layers that are computed; with `wait`, all that were launched."""
+        """Take the layers that are computed. With `wait`: wait for all launched layers, and take them."""
         for chunks, layer in self._launched.take(wait):
             self._computed(chunks, layer)
 
@@ -96,7 +96,7 @@ class PrefillSide:
                 self._carry_out(chunk.key, rank, effects)
 
     def is_answered(self, key: Key, peers: int) -> bool:
-        """Decode has offered its blocks, or the handoff is over already. Any thread may ask."""
+        """Whether decode has offered its blocks, or the handoff is over already. Any thread may ask."""
         writing = self._handoffs.get(key)
         for rank in self._readers(peers):
             reader = writing.readers.get(rank) if writing else None
@@ -105,18 +105,18 @@ class PrefillSide:
         return True
 
     def ended(self, key: Key, request_id: str, ok: bool, peers: int) -> None:
-        self._catch_up(wait=True)  # the engine has the result of the step: its layers are computed
+        self._catch_up(wait=True)  # the engine has the step's result, so its layers are computed
         writing = self._open(key)
         writing.request_id = request_id
         ranks = self._readers(peers)
-        if any(self._reader(key, rank).peer is None for rank in ranks):  # decode had the prefill's time to offer, too
+        if any(self._reader(key, rank).peer is None for rank in ranks):  # decode also had the prefill's time to offer
             writing.deadline = min(writing.deadline, time.monotonic() + self._offer_grace_s)
-        for rank, reader in writing.readers.items():  # a worker of another rank has offered in vain
+        for rank, reader in writing.readers.items():  # a worker of another rank has offered for nothing
             self._carry_out(key, rank, reader.machine.ended(ok and rank in ranks))
         self._end_if_over(key)
 
     def preempted(self, keys: list[Key]) -> bool:
-        """These requests lose their blocks; True once no write reads them."""
+        """These requests lose their blocks. Returns True once no write reads them."""
         self._catch_up(wait=True)
         for key in keys:
             if writing := self._handoffs.get(key):
@@ -124,10 +124,10 @@ class PrefillSide:
                     reader.machine.preempted([job.write for job in self.writes.drop((key, rank))])
         return not self.writes.are_reading(keys)
 
-    # ---- what decode says
+    # ---- messages from decode
 
     def hello(self, sender: bytes, hello: control.Hello) -> None:
-        """A decode worker introduces itself. The handoffs on a connection that it has lost are over."""
+        """A decode worker introduces itself. The handoffs on a connection that it has lost end."""
         for lost in self.peers.hello(sender, hello):
             for key, writing in list(self._handoffs.items()):
                 for rank, reader in writing.readers.items():
@@ -137,7 +137,7 @@ class PrefillSide:
                 self._end_if_over(key)
 
     def keep(self, replicas: list[list[str]]) -> None:
-        """Only these decode replicas exist, each the endpoints of its workers."""
+        """Only these decode replicas exist. Each is the endpoints of its workers."""
         busy = {
             reader.peer for writing in self._handoffs.values() for reader in writing.readers.values() if reader.peer
         }
@@ -146,7 +146,7 @@ class PrefillSide:
     def offered(self, sender: bytes, offer: control.Offer) -> None:
         key, rank = (offer.session, offer.epoch), offer.rank
         if sender not in self.peers.agents:
-            # We forgot it, or its Hello was lost. A refusal makes it introduce itself again.
+            # This side has forgotten the worker, or its Hello was lost. A refusal makes it introduce itself again.
             self.peers.refuse(sender, "this worker is not known here")
         elif (key, rank) in self._gone:
             self._endpoint.send(sender, control.Failed(*key, self._gone[key, rank]))
@@ -155,7 +155,7 @@ class PrefillSide:
             self._endpoint.send(sender, control.Failed(*key, reason))
         elif reason := self._objection_to_blocks(sender, key, offer):
             self._outbox.counts["messages_refused"] += 1
-            self.cancelled(sender, control.Cancel(*key, rank, reason))  # for good: also when the offer is repeated
+            self.cancelled(sender, control.Cancel(*key, rank, reason))  # for good, even if the offer is repeated
         else:
             writing, reader = self._open(key), self._reader(key, rank)
             if reader.peer is None:
@@ -192,7 +192,7 @@ class PrefillSide:
         theirs = self.peers.agents[sender].layout
         return objection_to_blocks(theirs, self._handoffs.get(key), self._handoffs.values(), sender, offer)
 
-    # ---- what time and the data plane do
+    # ---- progress of the writes, and deadlines
 
     def progress(self) -> None:
         self._catch_up()
@@ -218,7 +218,7 @@ class PrefillSide:
         return self._handoffs[key]
 
     def _reader(self, key: Key, rank: int) -> Reader:
-        """One decode worker's part. A part that was cancelled before it began is stopped from the start."""
+        """One decode worker's part of a handoff. A part that was cancelled before it began is stopped at once."""
         known = self._handoffs[key].readers
         if rank not in known:
             known[rank] = Reader(Writer(self._layout.num_layers, self._layout.block_size))

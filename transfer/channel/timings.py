@@ -1,4 +1,4 @@
-"""How long a channel waits for what."""
+"""The waiting times of a channel."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from dataclasses import dataclass
 class Timings:
     """Durations of one worker's channel, in the unit that their names end in.
 
-    `active_ms`: the longest sleep of the channel's thread while the transport has work. `waiting_ms`: the same while
-    handoffs are open and no write is known to be under way.
+    `active_ms`: the longest sleep of the channel's thread while the transport has work.
+    `waiting_ms`: the longest sleep while handoffs are open and no write is known to be under way.
     `write_poll_s`: the pause between two looks at writes in flight.
-    `warm_up_s`: making or closing a data connection takes at most this, while both sides let the transport work.
-    `offer_grace_s`: once a prefill has ended, decode has this long to offer its blocks; it had the prefill's time too.
-    `nudge_after_s`: a write that takes longer needs the attention of the decode side, which may be asleep; the decode
-    side is told so again every `nudge_again_s`, and stays awake for `nudged_s` each time.
-    `finish_writes_s`: a channel that closes waits this long for the writes in flight.
-    `end_s`: `Channel.close` waits this long for the channel's thread.
+    `warm_up_s`: the longest time to make or close a data connection, while both sides let the transport work.
+    `offer_grace_s`: the time after a prefill's end in which decode may still offer its blocks. It also had the time of
+    the prefill.
+    `nudge_after_s`: a write that takes longer than this needs the decode side, which may be asleep. A nudge wakes it.
+    `nudge_again_s`: the pause between two nudges.
+    `nudged_s`: the time that the decode side stays awake after each nudge.
+    `finish_writes_s`: the longest time that a closing channel waits for the writes in flight.
+    `end_s`: the longest time that `Channel.close` waits for the channel's thread.
     """
 
     active_ms: int = 1

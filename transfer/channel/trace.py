@@ -1,4 +1,4 @@
-"""A timeline of handoffs, layers and forward passes: one JSON object a line, for tests and for people."""
+"""A timeline of handoffs, layers and forward passes: one JSON object per line, for tests and for people."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 
 def tracer(directory: str | None, name: str) -> Callable[..., None] | None:
-    """A function that appends `{"t": seconds, "event": ..., **fields}` to `directory/name.jsonl`; None for None.
+    """A function that appends `{"t": seconds, "event": ..., **fields}` to `directory/name.jsonl`.
 
-    Times are of the machine's monotonic clock, so lines of several processes of one machine compare.
+    Returns None when `directory` is None. Times are those of the machine's monotonic clock, so the lines of several
+    processes on one machine can be compared.
     """
     if directory is None:
         return None

@@ -20,8 +20,9 @@ logger = logging.getLogger("baton.transfer")
 
 
 class Writes:
-    """Posts writes as the pacer allows, and calls `written(job, ok)` when one has ended. A job's handoff is a key and
-    the rank of a decode worker.
+    """Posts writes as the pacer allows, and calls `written(job, ok)` when a write has ended.
+
+    The handoff of a job is a key and the rank of a decode worker.
     """
 
     def __init__(
@@ -40,19 +41,19 @@ class Writes:
         self.in_flight: deque[tuple[Job, Any, float]] = deque()
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until the pacer lets a waiting write go; None when none waits."""
+        """Seconds until the pacer's rate allows a waiting write. None when no write waits."""
         return self._pacer.wait_s(now) if len(self._pacer) else None
 
     def push(self, job: Job) -> None:
-        """A write to post when its turn comes."""
+        """Add a write, to be posted when its turn comes."""
         self._pacer.push(job)
 
     def drop(self, handoff: Hashable) -> list[Job]:
-        """Forget the writes of a handoff that are not posted yet."""
+        """Forget the writes of a handoff that are not posted yet, and return them."""
         return self._pacer.drop(handoff)
 
     def are_reading(self, keys: Collection[Key]) -> bool:
-        """A write in flight reads blocks of one of these handoffs."""
+        """Whether a write in flight reads blocks of one of these handoffs."""
         return any(job.handoff[0] in keys for job, *_ in self.in_flight)
 
     def progress(self) -> None:
@@ -69,7 +70,10 @@ class Writes:
         self._post()
 
     def _nudge(self, peer: bytes, begun: float, now: float) -> None:
-        """Over some transports a write needs the other side's attention, and a decode worker that waits is asleep."""
+        """Wake the decode worker of a slow write.
+
+        Over some transports a write needs work on the other side, and a waiting decode worker is asleep.
+        """
         agent = self._peers.agents.get(peer)
         is_slow = now - begun > self._timings.nudge_after_s
         if agent is not None and is_slow and now - agent.nudged_s > self._timings.nudge_again_s:
@@ -102,7 +106,7 @@ class Writes:
         self._written(job, ok)
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait for the writes in flight and begin none; False when that takes too long."""
+        """Wait for the writes in flight, and begin no new ones. False when they take longer than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.in_flight and time.monotonic() < deadline:
             self.in_flight = deque(each for each in self.in_flight if self._plane.check(each[1]) is WriteState.BUSY)

@@ -1,4 +1,4 @@
-"""One handoff as a prefill worker keeps it, and why a peer may not take part in it. Pure."""
+"""A prefill worker's record of one handoff, and the reasons to keep a peer out of it. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reader:
 
 @dataclass(slots=True)
 class Writing:
-    """A handoff. `readers`: by rank. `request_id`: the engine's request, once its prefill has begun."""
+    """A handoff. `readers`: the decode workers, by rank. `request_id`: the engine's request, once its prefill began."""
 
     deadline: float
     readers: dict[int, Reader] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Writing:
 
 
 def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender: bytes, rank: int) -> str | None:
-    """Why `sender`, with the layout `theirs`, may not take part in a handoff as worker `rank`.
+    """The reason why `sender`, with the layout `theirs`, may not take part in a handoff as worker `rank`, or None.
 
     `writing`: the handoff, if it is open. No write of the handoff goes to a peer with an objection.
     """
@@ -50,7 +50,7 @@ def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender:
 def objection_to_blocks(
     theirs: KVLayout, writing: Writing | None, all_writings: Iterable[Writing], sender: bytes, offer: Offer
 ) -> str | None:
-    """What is wrong with the blocks of an offer that is not a repetition."""
+    """The reason to refuse the blocks of an offer, or None. A repeated offer is not checked again."""
     has = theirs.num_blocks
     if writing and (reader := writing.readers.get(offer.rank)) and reader.machine.remote is not None:
         return None
@@ -62,7 +62,7 @@ def objection_to_blocks(
 
 
 def _unbegun(all_writings: Iterable[Writing], sender: bytes) -> int:
-    """Blocks that a peer has offered to prefills that have not begun. It holds them, so it has at least as many."""
+    """The number of blocks that a peer has offered to prefills that have not begun. The peer holds all of them."""
     return sum(
         len(reader.machine.remote or ())
         for writing in all_writings

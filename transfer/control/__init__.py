@@ -1,1 +1,1 @@
-"""Handoffs, control messages, and how they are sealed."""
+"""Handoffs, control messages and their seal."""

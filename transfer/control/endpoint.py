@@ -1,7 +1,7 @@
 """A worker's control endpoint: sealed messages to and from peers over ZeroMQ, used by one thread.
 
-The prefill side answers on the connection that decode opened. So a decode worker that loses its connection knows that
-the prefill process is gone: the kernel closed the socket. Connections never reconnect by themselves.
+The prefill side answers on the connection that decode opened. A decode worker that loses its connection therefore knows
+that the prefill process is gone: the kernel closed the socket. Connections never reconnect by themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from transfer.control.messages import MAX_BYTES, AnyMessage, Seal
 from transfer.control.seal import BadMessage
 
-MAX_SOCKETS = 60_000  # a connection takes three; ZeroMQ's own limit of 1023 allows 341 peers
+MAX_SOCKETS = 60_000  # a connection takes three, so ZeroMQ's own limit of 1023 would allow only 341 peers
 TAKE_AT_ONCE = 1000  # messages taken from one connection before the others have their turn
 
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
@@ -23,7 +23,7 @@ _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A message; `sender` is an identity to answer to, or the endpoint of a peer that we connected to."""
+    """A message. `sender`: an identity to answer to, or the endpoint of a peer that this worker connected to."""
 
     sender: bytes | str
     message: AnyMessage
@@ -31,13 +31,13 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """The peer's process closed the connection, or was never there."""
+    """The peer's process closed the connection, or there was no such process."""
 
     endpoint: str
 
 
 class Endpoint:
-    """Binds to a free port of `host`; `address` is what peers connect to."""
+    """Binds to a free port of `host`. `address`: where peers connect to."""
 
     def __init__(self, name: str, seal: Seal, host: str) -> None:
         self._name, self._seal = name, seal
@@ -60,7 +60,7 @@ class Endpoint:
         self._poller.register(fileno, zmq.POLLIN)
 
     def poll(self, timeout_ms: int | None) -> list[Incoming | PeerGone]:
-        """Wait for a message or an event at most `timeout_ms` (None: for ever), then take all there are."""
+        """Wait at most `timeout_ms` (None: for ever) for a message or an event, then return those that are here."""
         self._poller.poll(timeout_ms)
         events: list[Incoming | PeerGone] = [PeerGone(address) for address in self._unreachable]
         self._unreachable.clear()
@@ -88,7 +88,10 @@ class Endpoint:
         return set(self._peers)
 
     def connect(self, address: str) -> bool:
-        """Open a connection to a peer's endpoint. False when there is one, or the address is none (see `poll`)."""
+        """Open a connection to a peer's endpoint. False when there is one already, or when the address is invalid.
+
+        For an invalid address, the next `poll` returns PeerGone.
+        """
         if address in self._peers:
             return False
         socket = self._context.socket(zmq.DEALER)
@@ -116,7 +119,7 @@ class Endpoint:
         return True
 
     def send(self, to: bytes | str, message: AnyMessage) -> None:
-        """Send to a connected peer, or answer an identity. The message is lost silently when the other side is gone."""
+        """Send to a connected peer, or answer an identity. If that side is gone, the message is lost silently."""
         frame = self._seal.pack(message)
         try:
             if isinstance(to, bytes):

@@ -1,10 +1,10 @@
 """One handoff of a prompt's KV cache, as two pure state machines: events in, effects out.
 
 `Receiver` runs in the decode worker: waiting -> done, or waiting -> fencing -> done. Decode blocks may be freed
-only when it says `Received` or `Broken`: until then a live peer may still write them.
-`Writer` runs in the prefill worker, one for each decode worker that it writes to: open -> landed | failed, and
+only after it returns `Received` or `Broken`: until then a live peer may still write them.
+`Writer` runs in the prefill worker, one for each decode worker that it writes to: open -> landed | failed. It returns
 `Released` once its source blocks are not read any more. An event that is illegal in a state raises `IllegalEvent` and
-changes nothing; late and repeated messages of the peer are legal and change nothing.
+changes nothing. Late and repeated messages of the peer are legal and change nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transfer.memory.blocks import blocks_for, writable_blocks
 
 
 class IllegalEvent(Exception):
-    """The caller's mistake: this event cannot happen in this state."""
+    """The caller made a mistake: this event cannot happen in this state."""
 
 
 class ReceiverState(Enum):
@@ -28,7 +28,7 @@ class ReceiverState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
-    """Ask the peer to stop writing and to say so."""
+    """Ask the peer to stop writing, and to answer when it has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The handoff is over without its KV; the peer writes no more."""
+    """The handoff is over without its KV. The peer writes no more."""
 
     reason: str
 
@@ -52,8 +52,8 @@ ReceiverEffect = SendCancel | Received | Broken
 class Receiver:
     """The decode side. `needs_token`: whether the first token must arrive as well.
 
-    `writing`: the prefill workers that may still write. There are several where prefill and decode split the heads
-    differently; a single one needs no name.
+    `writing`: the prefill workers that may still write. There may be several when prefill and decode split the heads
+    differently. A single worker needs no name.
     """
 
     needs_token: bool = True
@@ -64,11 +64,11 @@ class Receiver:
 
     @property
     def has_landed(self) -> bool:
-        """No peer writes any more."""
+        """Whether no peer writes any more."""
         return not self.writing
 
     def landed(self, source: str = "") -> list[ReceiverEffect]:
-        """The peer says that every block is written."""
+        """The peer reports that every block is written."""
         self.writing.discard(source)
         return self._settle()
 
@@ -79,7 +79,7 @@ class Receiver:
         return self._settle()
 
     def failed(self, reason: str, source: str = "") -> list[ReceiverEffect]:
-        """The peer says that it will write no more. The others are then asked to stop, too."""
+        """The peer reports that it will write no more. The other peers are then asked to stop, too."""
         self.writing.discard(source)
         if self.state is not ReceiverState.WAITING:
             return self._settle()
@@ -87,17 +87,17 @@ class Receiver:
         return [SendCancel()] if self.writing else self._settle()
 
     def peer_lost(self, source: str = "") -> list[ReceiverEffect]:
-        """The peer's process is proven dead."""
+        """The peer's process is known to be dead."""
         return self.failed("the prefill replica was lost", source)
 
     def cancel(self, reason: str) -> list[ReceiverEffect]:
-        """The request is aborted or out of time. A repeated cancel asks the peers again: an answer may be lost."""
+        """The request is aborted or out of time. A repeated cancel asks the peers again, as an answer may be lost."""
         if self.state is ReceiverState.FENCING:
             return [SendCancel()]
         if self.state is ReceiverState.DONE:
             return []
         self.state, self.reason = ReceiverState.FENCING, reason
-        return [SendCancel()] if self.writing else self._settle()  # when all has landed, only the token is missing
+        return [SendCancel()] if self.writing else self._settle()  # when all KV has landed, only the token is missing
 
     def _settle(self) -> list[ReceiverEffect]:
         if self.state is ReceiverState.DONE or self.writing:
@@ -120,7 +120,7 @@ class WriterState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copy blocks of one layer: `local[i]` here to `remote[i]` there, the prompt's blocks from `begin` on."""
+    """Copy blocks of one layer, `local[i]` here to `remote[i]` there. They are the prompt's blocks from `begin` on."""
 
     layer: int
     begin: int
@@ -150,7 +150,7 @@ WriterEffect = Write | SendLanded | SendFailed | Released
 class Writer:
     """The prefill side of one handoff over `num_layers` layers of blocks of `block_size` tokens.
 
-    What is computed and what is offered arrive in any order; a layer's blocks are written once both are known.
+    Computed layers and offered blocks arrive in any order. A layer's blocks are written once both are known.
     """
 
     num_layers: int
@@ -172,7 +172,7 @@ class Writer:
         self.written = [0] * self.num_layers
 
     def offered(self, first_block: int, remote: Sequence[int]) -> list[WriterEffect]:
-        """Decode offers blocks for the prompt's blocks from `first_block` on."""
+        """Decode offers its blocks `remote` for the prompt's blocks from `first_block` on."""
         if self.remote is not None:
             return []
         if self.state is not WriterState.OPEN:
@@ -183,7 +183,7 @@ class Writer:
         return [*writes, *self._settle()]
 
     def saved(self, layer: int, computed: int, prompt: int, local: Sequence[int]) -> list[WriterEffect]:
-        """A layer's KV of the first `computed` of `prompt` tokens lies in blocks `local` of this worker."""
+        """A layer's KV of the first `computed` of `prompt` tokens is now in this worker's blocks `local`."""
         if self.source_over:
             raise IllegalEvent("a layer was saved after the prefill had ended")
         if self.state is not WriterState.OPEN:
@@ -193,9 +193,9 @@ class Writer:
         return self._writes(layer)
 
     def preempted(self, unposted: Sequence[Write] = ()) -> None:
-        """The engine takes the source blocks back and will compute the prompt again, in others.
+        """The engine takes the source blocks back, and will compute the prompt again in other blocks.
 
-        `unposted`: writes that were not begun and will not be; their blocks are written when they are computed again.
+        `unposted`: writes that have not begun and never will. Their blocks are written when they are computed again.
         """
         if self.source_over:
             raise IllegalEvent("a prefill was preempted after it had ended")
@@ -205,14 +205,14 @@ class Writer:
             self.written[write.layer] = min(self.written[write.layer], write.begin)
 
     def dropped(self, writes: int) -> list[WriterEffect]:
-        """As the handoff is being stopped, this many writes were not begun and will not be."""
+        """The handoff is being stopped, and this many of its writes have not begun and never will."""
         if self.state is WriterState.OPEN or writes > self.in_flight:
             raise IllegalEvent("writes were dropped of a handoff that goes on")
         self.in_flight -= writes
         return self._settle()
 
     def write_done(self, ok: bool) -> list[WriterEffect]:
-        """One of our writes is complete, or failed."""
+        """One write of this handoff is complete, or has failed."""
         if not self.in_flight:
             raise IllegalEvent("a write ended that was never begun")
         self.in_flight -= 1
@@ -221,7 +221,7 @@ class Writer:
         return self._settle()
 
     def ended(self, ok: bool) -> list[WriterEffect]:
-        """The engine is done with the request and asks for its blocks back; `ok`: the whole prompt is computed."""
+        """The engine is done with the request and wants its blocks back. `ok`: the whole prompt is computed."""
         if self.source_over:
             raise IllegalEvent("the prefill ended twice")
         self.source_over = True
@@ -239,7 +239,7 @@ class Writer:
 
     @property
     def over(self) -> bool:
-        """Nothing can come of this handoff any more."""
+        """Whether this handoff can have no further effect."""
         return self.released
 
     def _fence(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Control messages between workers: their schema."""
+"""The schema of the control messages between workers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from transfer.memory.layout import KVLayout
 MAX_BYTES = 8 * 1024 * 1024
 REASON_CHARS = 1024
 
-# Bounded, because the newest few thousand of them are remembered.
+# The length is bounded, because a worker keeps the newest few thousand of these.
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]  # NaN is not
+Seconds = Annotated[float, msgspec.Meta(ge=0)]  # NaN is refused, too
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of everything on the wire."""
+    """The base class of all messages on the wire."""
 
 
 class Hello(Message, frozen=True):
-    """Decode introduces itself: who may be written to, and where. `address`: its own control endpoint."""
+    """A decode worker introduces itself: its agent on the data plane, and the memory that may be written.
+
+    `address`: the worker's own control endpoint.
+    """
 
     address: Name
     agent: Name
@@ -33,17 +36,20 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Prefill accepts the peer."""
+    """The prefill worker accepts the peer."""
 
 
 class Refused(Message, frozen=True):
-    """Prefill never writes to this peer on this connection, and why. It may introduce itself anew on another."""
+    """The prefill worker will never write to this peer on this connection, and gives the reason.
+
+    The peer may introduce itself again on another connection.
+    """
 
     reason: Reason
 
 
 class Offer(Message, frozen=True):
-    """Decode worker `rank` offers blocks for a session's prompt, from its block `first_block` on."""
+    """Decode worker `rank` offers blocks for a session's prompt, from the prompt's block `first_block` on."""
 
     session: Name
     epoch: int
@@ -54,7 +60,7 @@ class Offer(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Decode worker `rank` wants no more writes and an answer when there will be none."""
+    """Decode worker `rank` asks for no more writes, and for an answer once there will be none."""
 
     session: Name
     epoch: int
@@ -70,7 +76,7 @@ class Landed(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Prefill will write no more for this session."""
+    """The prefill worker will write no more for this session."""
 
     session: Name
     epoch: int
@@ -78,7 +84,7 @@ class Failed(Message, frozen=True):
 
 
 class FirstToken(Message, frozen=True):
-    """The token that prefill sampled."""
+    """The first token of the answer, sampled by prefill."""
 
     session: Name
     epoch: int
@@ -86,7 +92,7 @@ class FirstToken(Message, frozen=True):
 
 
 class Nudge(Message, frozen=True):
-    """A write to you is under way and not over: drive your side of the transport."""
+    """A write to the receiver of this message is still under way: the receiver drives its side of the transport."""
 
 
 AnyMessage = Hello | Welcome | Refused | Offer | Cancel | Landed | Failed | FirstToken | Nudge

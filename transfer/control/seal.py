@@ -1,7 +1,7 @@
 """Messages of a schema, authenticated with the deployment's secret.
 
-A sealed message is a 16-byte keyed BLAKE2b digest followed by msgpack. What does not carry the secret, is too long or
-does not fit the schema is refused with `BadMessage`; nothing is ever unpickled.
+A sealed message is a 16-byte keyed BLAKE2b digest followed by msgpack. A message that is not sealed with the secret, is
+too long or does not fit the schema is refused with `BadMessage`. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class BadMessage(Exception):
 
 
 class SealOf(Generic[M]):
-    """Encodes and authenticates messages. `schema`: their type, for msgspec; `most_bytes`: of a sealed one.
+    """Encodes and authenticates messages. `schema`: their type, for msgspec.
 
-    `purpose`: what is sealed for one is refused for another.
+    `most_bytes`: the maximum length of a sealed message. A message that is sealed for one `purpose` is refused where
+    another purpose is expected.
     """
 
     def __init__(self, secret: str, schema: Any, most_bytes: int, purpose: bytes = b"") -> None:
@@ -42,7 +43,7 @@ class SealOf(Generic[M]):
         return self._digest(body) + body
 
     def unpack(self, frame: bytes) -> M:
-        """The message in a frame. Raises BadMessage."""
+        """The message that a frame carries. Raises BadMessage."""
         if not DIGEST_BYTES < len(frame) <= self._most_bytes:
             raise BadMessage(f"a frame of {len(frame)} bytes")
         digest, body = frame[:DIGEST_BYTES], frame[DIGEST_BYTES:]

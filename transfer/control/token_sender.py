@@ -1,4 +1,4 @@
-"""Sends the first token from the prefill engine's scheduler to decode, without waiting for either engine's step."""
+"""Sends the first token from the prefill engine's scheduler to decode. It does not wait for a step of either engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transfer.control.messages import FirstToken, Seal
 
 logger = logging.getLogger("baton.transfer")
 
-CONNECTIONS = 256  # kept open at most
-RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000  # the first pause before a new try to connect, and the longest
+CONNECTIONS = 256  # the maximum number of connections kept open
+RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000  # the first pause before connecting again, and the longest
 
 
 class TokenSender:
-    """Sends sealed messages to decode workers' endpoints. One thread only.
+    """Sends sealed messages to decode workers' endpoints. Only one thread may use it.
 
-    The `connections` used last are kept open. A connection to a worker that is gone is tried again, at growing
-    intervals, until `keep` no longer lists the worker or other connections push it out.
+    `connections`: the number of connections kept open, those used last. A connection to a worker that is gone is tried
+    again, at growing intervals, until `keep` no longer lists the worker or newer connections replace it.
     """
 
     def __init__(self, seal: Seal, connections: int = CONNECTIONS) -> None:
@@ -32,17 +32,17 @@ class TokenSender:
     def keep(self, addresses: Collection[str]) -> None:
         """Only these workers exist. Connections to workers that are not listed any more are closed.
 
-        A worker that was never listed may be new: its connection is closed at the next call if it is still unlisted.
+        A worker that was never listed may be new. Its connection is closed at the next call, if it is still not listed.
         """
         for address in (self._sockets.keys() - set(addresses)) & self._known:
             self._sockets.pop(address).close()
         self._known = {*addresses, *self._sockets}
 
     def send(self, address: str, message: FirstToken) -> None:
-        """Send without waiting. A token that cannot be delivered is lost; decode's deadline then ends the handoff."""
+        """Send without waiting. A token that cannot be delivered is lost. Decode's deadline then ends the handoff."""
         try:
             self._socket(address).send(self._seal.pack(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # full, or no address
+        except zmq.ZMQError as error:  # the queue is full, or the address is invalid
             logger.warning("a first token to %s is lost: %s", address, error)
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:

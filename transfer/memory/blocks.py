@@ -1,4 +1,4 @@
-"""Block arithmetic: how many blocks tokens fill, and which pairs of blocks go in one write."""
+"""Block arithmetic: the number of blocks that tokens fill, and the pairs of blocks that go in one write."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from collections.abc import Sequence
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold `tokens` tokens."""
+    """The number of blocks that hold `tokens` tokens."""
     return -(-tokens // block_size)
 
 
 def writable_blocks(computed: int, prompt: int, block_size: int) -> int:
-    """Leading blocks whose KV is final once `computed` of `prompt` tokens are: full ones, and the last at the end."""
+    """The number of leading blocks whose KV is final when `computed` of `prompt` tokens are computed.
+
+    These are the full blocks. A last block that is not full counts once the whole prompt is computed.
+    """
     return blocks_for(computed, block_size) if computed >= prompt else computed // block_size
 
 
 def runs(local: Sequence[int], remote: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Coalesce pairs of blocks into runs (local start, remote start, count) contiguous on both sides.
+    """Join pairs of blocks into runs that are contiguous on both sides: (local start, remote start, count).
 
-    The order of the pairs does not matter: they are sorted by the remote id first, so descending ids coalesce too.
+    The order of the pairs does not matter: they are sorted by the remote id first, so descending ids are joined too.
+    Raises ValueError when the two lists differ in length.
     """
     if len(local) != len(remote):
         raise ValueError(f"{len(local)} local blocks for {len(remote)} remote ones")
@@ -34,10 +38,10 @@ def runs(local: Sequence[int], remote: Sequence[int]) -> list[tuple[int, int, in
 
 
 def chained_hashes(tokens: Sequence[int], block_size: int, parent: int = 0, salt: str = "") -> tuple[int, ...]:
-    """One 64-bit hash per full block of `tokens`, each over its tokens and the hash before it.
+    """One 64-bit hash per full block of `tokens`. Each covers the block's tokens and the hash of the block before.
 
     Equal hashes mean equal prefixes, on every machine and in every process. `parent`: the hash of the block before
-    the first, 0 at the start. `salt`: what else a cached block depends on (an adapter, a tenant).
+    the first, 0 at the start. `salt`: anything else that a cached block depends on (an adapter, a tenant).
     """
     hashes = []
     for begin in range(0, len(tokens) - block_size + 1, block_size):

@@ -1,4 +1,4 @@
-"""A data plane that copies within one process: the double of the NIXL plane."""
+"""A data plane that copies within one process. It stands in for the NIXL plane."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transfer.memory.plane import PlaneError, WriteState
 
 
 class InProcessPlane:
-    """Copies within one process. The double of the NIXL plane, for tests and the mock engine."""
+    """Copies within one process. Tests and the mock engine use it in place of the NIXL plane."""
 
     _live: ClassVar[dict[str, KVLayout]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()  # memory may be freed once `close` has returned
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # memory may be freed after `close` returns
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""A KV cache's layout in memory, and whether two can exchange blocks."""
+"""A KV cache's layout in memory, and whether two caches can exchange blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from transfer.memory.heads import head_range
 
-MAX_WORKERS = 1 << 16  # and heads
-MAX_INDEX = (1 << 31) - 1  # a data plane's descriptors are numbered with 32 bits
+MAX_WORKERS = 1 << 16  # also the maximum number of heads
+MAX_INDEX = (1 << 31) - 1  # a data plane numbers its descriptors with 32 bits
 MAX_ADDRESS = (1 << 64) - 1
 
 
@@ -15,11 +15,11 @@ MAX_ADDRESS = (1 << 64) - 1
 class KVLayout:
     """Where a worker's KV blocks lie.
 
-    A region is an array of `num_blocks` blocks of `block_bytes` bytes, one behind the other, at `bases[region]`.
-    Each layer has `regions_per_layer` of them, in layer order: one where keys and values of a block lie
-    together, two where they are apart. `block_size` is in tokens; `facts` name everything else that must agree
-    (model, weights, dtype, versions). The worker is number `rank` of `workers` of its replica and holds its share of
-    the model's `total_heads` KV heads; `heads_first`: inside a block the heads lie one behind the other.
+    A region is an array of `num_blocks` blocks of `block_bytes` bytes, one after the other, at address
+    `bases[region]`. Each layer has `regions_per_layer` regions, in layer order: one when the keys and values of a
+    block lie together, two when they lie apart. `block_size` is in tokens. `facts` name everything else that must
+    agree (model, weights, dtype, versions). The worker is number `rank` of the `workers` of its replica. It holds its
+    share of the model's `total_heads` KV heads. `heads_first`: inside a block the heads lie one after the other.
     """
 
     num_layers: int
@@ -44,7 +44,10 @@ class KVLayout:
             raise ValueError(f"blocks of {self.block_bytes} bytes for {len(self.heads)} heads")
 
     def _check_range(self) -> None:
-        """Layouts come over the wire: none may lie outside the address space, or be too large to be indexed."""
+        """Raise ValueError for a layout outside the address space, or one that is too large to index.
+
+        Layouts come over the wire, so no value is trusted.
+        """
         counts = (self.num_layers, self.regions_per_layer, self.num_blocks, self.block_size, self.block_bytes)
         if min(*counts, self.workers, self.total_heads) < 1 or max(self.workers, self.total_heads) > MAX_WORKERS:
             raise ValueError("a count that cannot be")
@@ -75,11 +78,11 @@ class KVLayout:
         return blocks * self.num_layers * self.layer_block_bytes
 
     def index(self, layer: int, block: int, region: int = 0) -> int:
-        """Position of a block in the list of all blocks of all regions."""
+        """The position of a block in the list of all blocks of all regions."""
         return (layer * self.regions_per_layer + region) * self.num_blocks + block
 
     def window(self, other: KVLayout) -> tuple[int, int]:
-        """Offset and length, in bytes inside each of our blocks, of the heads that `other` holds as well."""
+        """Offset and length of the heads that `other` holds as well, in bytes inside each of this layout's blocks."""
         begin, end = _shared(self, other)
         if len(self.heads) == end - begin:
             return 0, self.block_bytes
@@ -87,7 +90,7 @@ class KVLayout:
 
 
 def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
-    """The first difference that keeps two caches from exchanging blocks, or None when they can."""
+    """The first difference that prevents two caches from exchanging blocks, or None when they can exchange them."""
     for name in sorted(ours.facts.keys() | theirs.facts.keys()):
         mine, other = ours.facts.get(name), theirs.facts.get(name)
         if mine != other:

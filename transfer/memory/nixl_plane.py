@@ -1,9 +1,9 @@
 """The data plane over NIXL. The only file that imports nixl.
 
-Memory is registered once, whole. Descriptors of all blocks are prepared once per side, as strided lists (of the heads
-that both sides hold, where they split them differently); a write selects from them by index, and NIXL merges
-neighbours. The progress thread is off, as it spins when idle: the
-channel's thread drives the transport while it has something to wait for.
+All memory is registered at once. The descriptors of all blocks are prepared once per side, as strided lists. Where the
+two sides split the heads differently, they cover the heads that both sides hold. A write selects descriptors by index,
+and NIXL merges neighbours. NIXL's progress thread is off, because it spins when idle: the channel's thread drives the
+transport while it has something to wait for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transfer.memory.blocks import runs
 from transfer.memory.layout import KVLayout
 from transfer.memory.plane import PlaneError, WriteState
 
-# NIXL's own exceptions derive from Exception one by one, and have no common base.
+# Each of NIXL's own exceptions derives from Exception directly: they have no common base class.
 NIXL_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
     *(kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -31,7 +31,7 @@ _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.BUSY}
 
 
 class NixlPlane:
-    """Writes into peers' memory with one NIXL agent. `transports`: UCX_TLS, or None to let UCX choose."""
+    """Writes into peers' memory with one NIXL agent. `transports`: the value of UCX_TLS, or None to let UCX choose."""
 
     def __init__(self, name: str, backend: str = "UCX", transports: str | None = None) -> None:
         if transports:
@@ -50,7 +50,10 @@ class NixlPlane:
         return self._name
 
     def enter_thread(self) -> None:
-        """A thread begins without a CUDA context, and on device 0; UCX then goes through main memory."""
+        """Make the CUDA context of the cache's device on this thread.
+
+        A thread begins on device 0 and without a CUDA context, and UCX would then copy through main memory.
+        """
         if self._layout is not None and self._layout.device == "cuda":
             torch.cuda.set_device(self._layout.device_id)
             torch.zeros(1, device=f"cuda:{self._layout.device_id}")  # makes the context
@@ -63,7 +66,7 @@ class NixlPlane:
         self._prepare_local((0, layout.block_bytes))
 
     def _prepare_local(self, window: tuple[int, int]) -> Any:
-        """Our descriptors of one window of every block, made once."""
+        """Our descriptors of one window (offset, length) of every block. They are made once."""
         assert self._layout is not None
         if window not in self._local:
             rows = _strided(self._layout, *window)
@@ -101,7 +104,7 @@ class NixlPlane:
         self._remove(agent)
 
     def _remove(self, agent: str) -> None:
-        with contextlib.suppress(*NIXL_ERRORS):  # the same
+        with contextlib.suppress(*NIXL_ERRORS):  # the same reason
             self._agent.remove_remote_agent(agent)
 
     def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
@@ -150,7 +153,7 @@ def _segment(layout: KVLayout) -> str:
 
 
 def _strided(layout: KVLayout, skip: int, length: int) -> np.ndarray:
-    """One row a region, of `length` bytes at `skip` in every block: address, bytes, device, stride, count."""
+    """One row per region, for `length` bytes at `skip` in every block: address, bytes, device, stride, count."""
     rows = [(base + skip, length, layout.device_id, layout.block_bytes, layout.num_blocks) for base in layout.bases]
     return np.array(rows, dtype=np.uint64)
 
@@ -158,7 +161,7 @@ def _strided(layout: KVLayout, skip: int, length: int) -> np.ndarray:
 def _indices(
     ours: KVLayout, theirs: KVLayout, layer: int, local: Sequence[int], remote: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Descriptor indices of both sides, in ascending runs, so that neighbours merge."""
+    """Descriptor indices of both sides, in ascending runs, so that NIXL merges neighbours."""
     here: list[int] = []
     there: list[int] = []
     for region in range(ours.regions_per_layer):

@@ -1,4 +1,4 @@
-"""The data plane under a channel: something that copies blocks from this process's memory into a peer's."""
+"""The data plane under a channel: it copies blocks from this process's memory into a peer's."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class WriteState(Enum):
 
 
 class Plane(Protocol):
-    """Used by one thread at a time. Handles are opaque."""
+    """Only one thread at a time uses a plane. The handle of a write is opaque."""
 
     @property
     def name(self) -> str:
         """This side's agent name, unique in the deployment."""
 
     def enter_thread(self) -> None:
-        """Called first, after `register`, on the thread that makes all further calls."""
+        """Called once, after `register`, on the thread that makes all further calls."""
 
     def register(self, layout: KVLayout) -> None:
-        """Register this process's KV memory, whole and once. Raises PlaneError."""
+        """Register all KV memory of this process. Called once. Raises PlaneError."""
 
     def metadata(self) -> bytes:
-        """What a peer needs in order to write here."""
+        """The bytes that a peer needs in order to write here."""
 
     def connect(self, agent: str, metadata: bytes, layout: KVLayout) -> None:
         """Prepare to write into a peer's memory. Raises PlaneError."""
@@ -48,7 +48,7 @@ class Plane(Protocol):
         """
 
     def check(self, handle: Any) -> WriteState:
-        """State of a write; a handle that is not BUSY is released and must not be used again."""
+        """The state of a write. Unless it is BUSY, the handle is released and must not be used again."""
 
     def progress(self) -> None:
         """Let the transport work for peers that write here."""

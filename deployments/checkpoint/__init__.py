@@ -1,1 +1,1 @@
-"""Models made ready for engines to load."""
+"""Prepares models for engines to load."""

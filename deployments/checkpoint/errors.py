@@ -1,11 +1,11 @@
-"""Why a model cannot be made ready."""
+"""The errors of model preparation."""
 
 from __future__ import annotations
 
 
 class ModelError(Exception):
-    """The model source cannot be turned into something loadable."""
+    """The model source cannot be turned into a model that an engine can load."""
 
 
 class CheckpointError(ModelError):
-    """A converted checkpoint is incomplete, corrupt or not what its configuration says."""
+    """A converted checkpoint is incomplete, is corrupt or does not match its configuration."""

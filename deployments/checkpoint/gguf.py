@@ -1,4 +1,4 @@
-"""GGUF to Hugging Face checkpoint, and the proof that the result is whole."""
+"""Converts GGUF to a Hugging Face checkpoint, and verifies that the result is whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def convert(gguf: Path, directory: Path, say: Callable[[str], None]) -> None:
     say("weights are dequantised; saving")
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    # The file's end of text is the chat's end of turn; without it here a served chat would never stop.
+    # The file's end of text is the chat's end of turn. Without it here, a served chat would never stop.
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -59,7 +59,7 @@ def _verify_files(directory: Path) -> None:
 
 
 def _verify_weights(directory: Path) -> None:
-    """The safetensors header must name exactly the tensors, in the shapes, that the configuration implies."""
+    """The safetensors header must name exactly the tensors that the configuration implies, in the same shapes."""
     from safetensors import SafetensorError, safe_open
 
     expected = _expected_shapes(directory)

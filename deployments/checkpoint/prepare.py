@@ -1,6 +1,6 @@
-"""Checkpoint preparation: a model source in, a directory or name that vLLM can load out.
+"""Checkpoint preparation: turns a model source into a directory or a name that vLLM can load.
 
-A *bundled* source names a GGUF file inside an installed Python package; it is converted once into an
+A *bundled* source names a GGUF file inside an installed Python package. It is converted once into an
 ordinary bfloat16 checkpoint below a cache directory. Every other source (a directory, or a Hugging Face
 name) passes through unchanged.
 
@@ -34,7 +34,7 @@ _BUNDLED_PREFIX = "bundled:"
 _MANIFEST = "manifest.json"
 # Raise this when the conversion itself changes, so that older checkpoints are converted again.
 _CONVERSION_VERSION = 1
-# Files up to this size are hashed at every start; the weights, which are larger, only by size.
+# Files up to this size are hashed at every start. Of the weights, which are larger, only the size is compared.
 _CHEAP_HASH_BYTES = 16 * 1024 * 1024
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
@@ -51,7 +51,7 @@ class Bundle:
     file: str
 
     def gguf(self) -> Path:
-        """The file's path; the package is located, not imported (its imports are not installed)."""
+        """The file's path. The package is located but not imported, because its own imports are not installed."""
         spec = importlib.util.find_spec(self.package)
         if spec is None or spec.origin is None:
             raise ModelError(f"{_BUNDLED_PREFIX}{self.name} needs the package {self.distribution}; run `make env`")
@@ -77,8 +77,9 @@ BUNDLES = {
 def resolve(source: str, cache_dir: Path | None = None, *, convert: Convert | None = None) -> Path | str:
     """Turn a model source into a checkpoint directory, or a hub name that vLLM will fetch.
 
-    A bundled source is converted on first use (seconds; concurrent processes convert once). ``convert``
-    writes a checkpoint from a GGUF file into an existing empty directory; tests hand in a quick one.
+    A bundled source is converted on first use. This takes seconds, and concurrent processes convert it only
+    once. ``convert`` writes a checkpoint from a GGUF file into an existing empty directory. Tests pass a quick
+    one.
 
     Raises:
         ModelError: the source is unknown, missing, or its conversion failed verification.
@@ -93,10 +94,10 @@ def resolve(source: str, cache_dir: Path | None = None, *, convert: Convert | No
 
 
 def check(directory: Path, *, full: bool = False) -> None:
-    """Compare a converted checkpoint with its manifest: sizes, and hashes of small files or (full) of all.
+    """Compare a converted checkpoint with its manifest: sizes, and hashes of small files, or of all when ``full``.
 
     Raises:
-        CheckpointError: something is missing or differs.
+        CheckpointError: a file is missing or differs.
     """
     manifest = _read_manifest(directory)
     if manifest.get("conversion") != _CONVERSION_VERSION:
@@ -146,7 +147,7 @@ def _usable(target: Path) -> bool:
 
 
 def _build(bundle: Bundle, target: Path, convert: Convert) -> None:
-    """Convert beside the target, then rename: the target is always whole. Call with the lock held."""
+    """Convert beside the target, then rename, so that the target is always whole. Call it with the lock held."""
     gguf = bundle.gguf()
     for leftover in target.parent.glob(f".{bundle.name}.tmp-*"):
         shutil.rmtree(leftover)
@@ -167,7 +168,7 @@ def _build(bundle: Bundle, target: Path, convert: Convert) -> None:
 
 
 def _convert_and_verify(gguf: Path, directory: Path) -> None:
-    # Imported here: it needs torch and transformers, which take seconds that a ready checkpoint need not pay.
+    # Imported here: it needs torch and transformers. Their import takes seconds, and a ready checkpoint needs neither.
     from deployments.checkpoint.gguf import convert, verify
 
     convert(gguf, directory, say=_say)
@@ -206,7 +207,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the kernel drops it when a holder dies."""
+    """Hold an exclusive lock between processes. The kernel drops it when its holder dies."""
     deadline = time.monotonic() + timeout_s
     with path.open("w") as file:
         waiting = False
@@ -233,7 +234,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: the path or name on stdout, progress and errors on stderr."""
+    """The command line. It prints the path or name on stdout, and progress and errors on stderr."""
     parser = argparse.ArgumentParser(prog="python -m deployments.checkpoint.prepare", description="Prepare a model.")
     parser.add_argument("--source", default=DEFAULT_SOURCE, help="bundled:NAME, a directory or a hub name")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)

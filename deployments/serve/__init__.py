@@ -1,1 +1,1 @@
-"""All that imports ray.serve: replicas, the session manager, their handles and the router as Serve has them."""
+"""All that imports ray.serve: replicas, the session manager, their handles and the router, as Serve runs them."""

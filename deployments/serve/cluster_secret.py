@@ -1,4 +1,4 @@
-"""The secret that replicas, ingresses and the session manager of a cluster know each other by."""
+"""The secret by which the replicas, ingresses and session manager of a cluster recognise each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECRET_KEY = b"baton-channel-secret"
 
 
 def cluster_secret(config: BatonConfig) -> str:
-    """The configured secret, or one made once per Ray cluster and kept in its GCS."""
+    """The configured secret, or else one that is made once per Ray cluster and kept in its GCS."""
     if config.channel.secret is not None:
         return config.channel.secret
     _internal_kv_put(SECRET_KEY, secrets.token_hex(32).encode(), overwrite=False)

@@ -1,7 +1,7 @@
-"""Whether Serve is taking this process's replica out: scaled down, updated, or with the whole application.
+"""Tells whether Serve is stopping this process's replica: for a scale-down, an update, or the whole application's end.
 
-Serve has no public hook for the beginning of that; `__del__` comes at its end, when no call is open any more. So the
-flag that Serve's replica keeps for itself is looked at, which costs nothing.
+Serve has no public hook for the beginning of a stop. `__del__` comes at its end, when no call is open any more. So this
+module reads the private flag of Serve's replica, which costs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATUS_TIMEOUT_S = 5.0
 
 
 def is_leaving() -> bool:
-    """Whether Serve has begun to stop this replica. Raises AttributeError or KeyError where that cannot be known."""
+    """Whether Serve has begun to stop this replica. Raises AttributeError or KeyError when that cannot be known."""
     actor = global_worker.actors[global_worker.actor_id]
     leaving: bool = actor._replica_impl._shutting_down
     return leaving
@@ -35,7 +35,10 @@ async def until_leaving() -> None:
 
 
 async def is_application_leaving() -> bool:
-    """Whether all of the application is taken away, so that nothing can go on elsewhere. False if Serve is silent."""
+    """Whether Serve deletes the whole application, so that no session can go on elsewhere.
+
+    False when Serve does not answer in time, or answers with an error.
+    """
     try:
         async with asyncio.timeout(STATUS_TIMEOUT_S):
             status = await asyncio.to_thread(serve.status)

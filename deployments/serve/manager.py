@@ -1,4 +1,4 @@
-"""The Serve side of the session manager: a process of its own, so that it may decide when garbage is collected."""
+"""The Serve side of the session manager. It has a process of its own, so it may decide when garbage is collected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServeSessionManager(SessionManager):
         self._retired = asyncio.create_task(self._retire(), name="baton-retire")
 
     async def address(self) -> str:
-        """Where ingresses and replicas connect to, see `ManagerClient`; "" once it retires."""
+        """The address that ingresses and replicas connect to (see `ManagerClient`). "" once the manager retires."""
         return self._server.address
 
     async def _retire(self) -> None:
@@ -35,13 +35,13 @@ class ServeSessionManager(SessionManager):
         await self._server.retire()
 
     async def ask(self, call: Call[A]) -> A:
-        """See `SessionManager.ask`. Garbage is collected at reports: they come all the time, and no client waits for
-        their answers.
+        """See `SessionManager.ask`. Garbage is collected at reports, because they come all the time and no client waits
+        for their answers.
         """
         if isinstance(call, Report):
             self._collector.tick(time.monotonic())
         return await super().ask(call)
 
     async def __del__(self) -> None:
-        """Serve calls this once, when it has taken the replica out."""
+        """Serve calls this once, at the end of the stop."""
         await self._retired

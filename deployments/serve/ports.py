@@ -1,4 +1,4 @@
-"""The cluster core's and the replicas' ports to other deployments, by their Serve handles."""
+"""The ports of the cluster core and the replicas to other deployments, through their Serve handles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GONE = (ray.exceptions.RayError, RayServeException, grpc.RpcError, EngineError,
 
 
 async def _ask(handle: DeploymentHandle, method: str, *args: Any) -> Any:
-    """Call a deployment; a cancelled caller cancels the call on the replica."""
+    """Call a deployment. When the caller is cancelled, the call on the replica is cancelled too."""
     response = getattr(handle, method).remote(*args)
     try:
         return await response
@@ -38,7 +38,7 @@ class ServePool:
         self._handle = handle
 
     async def run(self, task: SessionTask) -> SessionReport:
-        """Raises ReplicaLost."""
+        """Run one session's part on the replica that the task names. Raises ReplicaLost."""
         try:
             report: SessionReport = await _ask(self._handle, "run", task)
         except _GONE as error:
@@ -47,7 +47,7 @@ class ServePool:
 
 
 class ServePools(dict[str, ServePool]):
-    """The pools by name. An update may bring one that an ingress from before it was not told of."""
+    """The pools by name. An update may add a pool that an older ingress does not know; its handle is then made here."""
 
     def __missing__(self, name: str) -> ServePool:
         application = serve.get_replica_context().app_name
@@ -56,7 +56,7 @@ class ServePools(dict[str, ServePool]):
 
 
 def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClient:
-    """The session manager's client, which Serve tells where the manager is. Call it in a running event loop."""
+    """The session manager's client. It asks Serve for the manager's address. Call this in a running event loop."""
 
     async def locate() -> str:
         try:
@@ -68,6 +68,6 @@ def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClie
 
 
 def _why(error: BaseException) -> str:
-    """The last line: Ray's messages carry whole tracebacks."""
+    """The last line of the error's message, because Ray's messages carry whole tracebacks."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

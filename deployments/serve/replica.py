@@ -1,4 +1,4 @@
-"""The Serve side of a replica: who it is, from Serve and Ray; everything else is `replica.Replica`."""
+"""The Serve side of a replica: its identity comes from Serve and Ray. Everything else is `replica.Replica`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ServeReplica:
         self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
 
     async def _drain(self, timeout_s: float) -> None:
-        """Drain; end what is open then while Serve still waits for it: so it fails at once, and is not cut off."""
+        """Drain, then end what is still open while Serve waits for it: so it fails at once, and is not cut off."""
         await until_leaving()
         try:
             self._replica.check_health()
@@ -61,7 +61,7 @@ class ServeReplica:
         return await self._replica.run(task)
 
     async def move_out(self, session_ids: tuple[str, ...] | None = None) -> int:
-        """Let sessions go to other replicas; see `Replica.move_out`."""
+        """Let sessions move to other replicas; see `Replica.move_out`."""
         return self._replica.move_out(session_ids)
 
     async def counters(self) -> dict[str, float]:
@@ -69,11 +69,11 @@ class ServeReplica:
         return await self._replica.counters()
 
     def check_health(self) -> None:
-        """Serve calls this; raising makes it replace the replica."""
+        """Serve calls this. When it raises, Serve replaces the replica."""
         self._replica.check_health()
 
     async def __del__(self) -> None:
-        """Serve calls this once, when the replica's calls are over; KV may still be on its way."""
+        """Serve calls this once, when the replica's calls are over. KV may still be in transfer."""
         if self._drained is not None:
             await self._drained
         else:

@@ -1,10 +1,10 @@
-"""The Serve request router: delivers a call to the replica that its placement names, or says that it cannot.
+"""The Serve request router: it delivers a call to the replica that its placement names, or fails the call.
 
-Serve's own routing loop finds *a* replica for *some* waiting request: it matches the two by a request id that
-every call made within one HTTP request shares, it retries on other replicas, and it waits for ever while a
+Serve's own routing loop finds *a* replica for *some* waiting request. It matches the two by a request id that
+all calls made within one HTTP request share. It retries on other replicas, and it waits for ever while a
 deployment has no replica. A placed call needs one replica, one try and an end. So, like Serve's own
-`ray.serve.experimental.capacity_queue_router`, this router answers in the caller's coroutine and leaves the
-loop to calls that no placement goes with.
+`ray.serve.experimental.capacity_queue_router`, this router answers in the caller's coroutine, and leaves the
+loop to calls without a placement.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from deployments.errors import ReplicaGone, ReplicaLost
 from deployments.messages import SessionTask
 
 APPEAR_S = 5.0
-"""A new replica may reach the session manager before Serve tells its handles: a call waits so long for it."""
+"""The longest time that a call waits for a new replica. A new replica may reach the session manager before Serve's
+handles know of it."""
 GONE_KEPT = 64
-"""Replicas that Serve has taken out and that are still called for sessions that leave them: the newest."""
+"""The maximum number of removed replicas kept, the newest. They are still called for sessions that leave them."""
 
 
 class PlacedRouter(RequestRouter):
-    """Routes a call whose first positional argument is a SessionTask to `task.replica_id`; others anywhere.
+    """Routes a call whose first positional argument is a SessionTask to `task.replica_id`. Other calls go anywhere.
 
-    A replica that Serve has taken out runs on until its calls are over, and gets only what hands over a session that
+    A replica that Serve has taken out runs until its calls are over. It gets only calls that hand over a session that
     leaves it (`task.hands_over`).
 
-    A placed call fails with ReplicaLost at once when its replica has refused or has died under it, with ReplicaGone
-    when Serve has taken it out, and after `appear_s` (a request router argument) when Serve has never heard of it.
+    A placed call fails at once with ReplicaLost when its replica has refused it or has died during it, and with
+    ReplicaGone when Serve has taken the replica out. It fails with ReplicaLost after `appear_s` (a request router
+    argument) when Serve has never known the replica.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +49,7 @@ class PlacedRouter(RequestRouter):
         self._appear_s = appear_s
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve calls this with all replicas when any has come or gone."""
+        """Serve calls this with all replicas when one is added or removed."""
         before = dict(self.curr_replicas)
         super().update_replicas(replicas)
         self._gone |= {each: replica for each, replica in before.items() if each not in self.curr_replicas}
@@ -60,7 +62,7 @@ class PlacedRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """For calls without a task: any replica, and Serve picks the one with the shortest queue."""
+        """For calls without a task: all candidates. Serve then picks the one with the shortest queue."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         return [candidate_replicas]
@@ -68,7 +70,7 @@ class PlacedRouter(RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Serve asks here for one call's replica, and again (`is_retry`) when that did not take it."""
+        """Serve calls this for the replica of one call, and again (`is_retry`) when that replica did not take it."""
         task = pending_request.args[0] if pending_request.args else None
         if not isinstance(task, SessionTask):
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)

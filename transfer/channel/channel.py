@@ -168,7 +168,7 @@ class Channel:
         }
 
     def close(self) -> None:
-        """End the thread and release memory; idempotent. A thread that does not end in time is logged and left running."""
+        """End the thread and release memory; idempotent. A thread that does not end in time is logged and left."""
         if self._closing:
             return
         self._closing = True

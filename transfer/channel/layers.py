@@ -37,8 +37,8 @@ class Ready(Protocol):
 class LaunchedLayers:
     """The layers that an engine has launched on its GPU and that may not be computed yet, in their order.
 
-    An engine launches layers far ahead of its GPU. If it waited for all launched layers before it wrote one, the first
-    write would begin after the last layer.
+    An engine launches layers far ahead of its GPU. If the channel's thread waited for each layer when it is launched,
+    it would post the first write only after the last layer.
     """
 
     def __init__(self) -> None:

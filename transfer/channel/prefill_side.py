@@ -65,7 +65,7 @@ class PrefillSide:
         return self.peers.is_active(now)
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until there is work that no news announces. 0 while this side is busy. None: never."""
+        """Seconds until this side has work to do even without news. 0 while it is busy. None: never."""
         if self.is_busy:
             return 0.0
         waits = [max(0.0, writing.deadline - now) for writing in self._handoffs.values()]

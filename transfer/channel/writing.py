@@ -62,7 +62,10 @@ def objection_to_blocks(
 
 
 def _unbegun(all_writings: Iterable[Writing], sender: bytes) -> int:
-    """The number of blocks that a peer has offered to prefills that have not begun. The peer holds all of them."""
+    """The number of blocks that a peer has offered to prefills that have not begun.
+
+    The peer holds all of them, so it has at least as many.
+    """
     return sum(
         len(reader.machine.remote or ())
         for writing in all_writings

@@ -1,6 +1,6 @@
-"""A side of the check in a process of its own: its methods are called by name, and every answer has a deadline.
+"""A side of the check in a process of its own. Its methods are called by name, and every answer has a deadline.
 
-`python -m transfer.check.child FD` is the process; it is told over the pipe what to make, and ends with the pipe.
+`python -m transfer.check.child FD` is the process. The pipe tells it which side to make. It ends when the pipe ends.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ END_S = 10.0
 
 
 class Child:
-    """The process. Starting it does not wait; `timeout_s` bounds every answer, the first with the start-up in it."""
+    """The process. The constructor does not wait for its start.
+
+    `timeout_s`: the longest time for every answer. The first answer includes the start.
+    """
 
     def __init__(self, name: str, make: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> None:
         self._name, self.timeout_s, self._asked = name, timeout_s, ""
         self._pipe, theirs = Pipe()
         with theirs:
-            # What NIXL and UCX print must not get between the figures: their stdout is our stderr.
+            # The output of NIXL and UCX must not mix with the figures, so the child's stdout is our stderr.
             command = [sys.executable, "-m", "transfer.check.child", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2)
         self._pipe.send((make, arguments))
@@ -38,7 +41,7 @@ class Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Its pipe's end asks it to close. Killed if it does not, or if something failed."""
+        """Closing the pipe asks the process to end. It is killed if it does not end, or if something failed."""
         self._pipe.close()
         if kind is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -47,13 +50,13 @@ class Child:
         self._process.wait()
 
     def ask(self, method: str, *arguments: Any) -> None:
-        """Begin a call."""
+        """Begin a call of a method."""
         self._asked = method
-        with contextlib.suppress(OSError):  # gone: what it said last is read as the answer
+        with contextlib.suppress(OSError):  # the process is gone: its last message is read as the answer
             self._pipe.send((method, arguments))
 
     def answer(self) -> Any:
-        """What the call that was begun returned. Raises CheckFailed."""
+        """The result of the call that `ask` began. Raises CheckFailed."""
         try:
             if not self._pipe.poll(self.timeout_s):
                 raise CheckFailed(f"the {self._name} process did not answer {self._asked} in {self.timeout_s:g} s")
@@ -65,13 +68,13 @@ class Child:
         return answer
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call and wait. Raises CheckFailed."""
+        """Call a method and wait for its result. Raises CheckFailed."""
         self.ask(method, *arguments)
         return self.answer()
 
 
 def _serve(pipe: Connection) -> None:
-    """Answer until the pipe ends. The first failure is the last answer."""
+    """Answer calls until the pipe ends. The first failure is the last answer."""
     try:
         make, arguments = pipe.recv()
         side = make(*arguments)
@@ -89,6 +92,6 @@ def _serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too, but the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the parent ends it
     die_with_parent()
     _serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""What the measurements of a check come to. Pure."""
+"""The figures computed from the measurements of a check. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A prefill with its writes on, or writes alone; times in seconds of the machine's monotonic clock.
+    """A prefill, with or without its writes, or writes alone. Times are seconds of the machine's monotonic clock.
 
-    `ended`: everything is computed, on the GPU as well. `done`: every write's completion and bytes.
+    `ended`: when everything is computed, on the GPU as well. `done`: the completion time and bytes of every write.
     """
 
     begun: float
@@ -27,12 +27,12 @@ class Pass:
 
     @property
     def write_s(self) -> float:
-        """Seconds from the start until the last write was complete."""
+        """Seconds from the start until the last write is complete."""
         return max(at for at, _ in self.done) - self.begun
 
 
 def block_digests(layers: Iterable[Sequence[Any]]) -> list[bytes]:
-    """One digest a block, over its bytes in all layers; each layer is the list of its blocks' contiguous buffers."""
+    """One digest per block, over its bytes in all layers. Each layer is the list of its blocks' contiguous buffers."""
     digests: list[Any] = []
     for layer in layers:
         digests = digests or [hashlib.blake2b(digest_size=16) for _ in layer]
@@ -44,7 +44,7 @@ def block_digests(layers: Iterable[Sequence[Any]]) -> list[bytes]:
 def wrong_blocks(
     before: Sequence[bytes], after: Sequence[bytes], sent: Sequence[bytes], source: Sequence[int], target: Sequence[int]
 ) -> list[int]:
-    """Decode's blocks that are not what they should be: `target[i]` as `source[i]` was sent, all others as before."""
+    """Decode blocks with wrong content. `target[i]` must equal `source[i]` as sent. All others must be unchanged."""
     expected = list(before)
     for here, there in zip(source, target, strict=True):
         expected[there] = sent[here]
@@ -52,12 +52,12 @@ def wrong_blocks(
 
 
 def gb_per_s(size: int, seconds: Iterable[float]) -> float:
-    """The median rate of moving `size` bytes."""
+    """The median rate of moving `size` bytes, in 10^9 bytes per second."""
     return round(size / median(seconds) / 1e9, 3)
 
 
 def overlap(passes: Sequence[Pass], received: Sequence[float], without: Sequence[Pass]) -> dict[str, Any]:
-    """Medians over rounds: `passes` with writes, `received` when decode had their KV, `without` writes."""
+    """Medians over rounds. `passes`: with writes. `received`: when decode had their KV. `without`: without writes."""
     shares = [sum(size for at, size in one.done if at <= one.ended) / one.size for one in passes]
     tails_ms = [(at - one.ended) * 1e3 for one, at in zip(passes, received, strict=True)]
     on_ms = median((one.ended - one.begun) * 1e3 for one in passes)

@@ -1,4 +1,4 @@
-"""The check itself: bytes, bandwidth, overlap, in this order, over two processes that end with it."""
+"""The check itself: bytes, bandwidth and overlap, in this order. Its two processes end with it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from transfer.check.figures import Pass, gb_per_s, overlap, wrong_blocks
 from transfer.check.shape import CheckFailed, Shape, scattered
 from transfer.check.sides import Decode, Prefill
 
-GRACE_S = 10.0  # a side's own deadline passes first, because it knows what it waited for
+GRACE_S = 10.0  # a side's own deadline passes first, because its error names what it waited for
 
 
 class Check:
-    """Two started sides and what has been verified on them."""
+    """Two started sides, and the number of bytes verified on them."""
 
     def __init__(self, prefill: Child, decode: Child, shape: Shape, say: Callable[[str], None]) -> None:
         self._prefill, self._decode, self._shape, self._say = prefill, decode, shape, say
@@ -32,11 +32,11 @@ class Check:
         self._before: list[bytes] = decode.call("digests")
 
     def bytes(self) -> dict[str, Any]:
-        """Move blocks in several patterns and compare the whole of both caches each time."""
+        """Move blocks in several patterns, and compare all of both caches each time."""
         shape, count = self._shape, self._shape.prompt_blocks
         full, some = count * shape.block_size, scattered(shape, count, self._chance)
         ahead, behind = list(range(count)), list(range(shape.blocks - count, shape.blocks))
-        odd = full - shape.block_size // 2  # the last block is half a block of tokens, and moves whole
+        odd = full - shape.block_size // 2  # the last block is only half full, and moves whole
         patterns = {
             "contiguous": (ahead, behind, full, [full]),
             "descending": (behind[::-1], ahead[::-1], full, [full]),
@@ -54,7 +54,7 @@ class Check:
         return {"patterns": list(patterns), "wrong_blocks": 0}
 
     def bandwidth(self, rounds: int, devices: Sequence[str]) -> dict[str, Any]:
-        """Rates of blocks that are all ready, beside those of plain copies within and between the devices."""
+        """Write rates of blocks that are all ready, beside the rates of plain copies within and between the devices."""
         shape, most = self._shape, self._shape.prompt_blocks
         rows = []
         for count in sorted({1, max(1, most // 8), most}):
@@ -75,7 +75,7 @@ class Check:
         return {"writes": rows, **limits}
 
     def overlap(self, rounds: int) -> dict[str, Any]:
-        """Prefill with writes and without, in turns; the first of each is not counted."""
+        """Prefill with writes and without, in turns. The first round of each does not count."""
         with_writes: list[Pass] = []
         without: list[Pass] = []
         received: list[float] = []
@@ -110,7 +110,7 @@ class Check:
         passes = [self._write(source, target, tokens, [tokens]) for _ in range(rounds + 1)]
         self._verify(f"{count} {kind} blocks", source, target)
         size = shape.kv_bytes(count)
-        rate = gb_per_s(size, [one.write_s for one in passes[1:]])  # the first makes connections
+        rate = gb_per_s(size, [one.write_s for one in passes[1:]])  # the first one makes connections
         return {"blocks": count, "kind": kind, "bytes": size, "gb_per_s": rate}
 
     def _write(self, source: list[int], target: list[int], tokens: int, steps: list[int]) -> Pass:
@@ -143,7 +143,7 @@ def run(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Everything. `devices`: prefill's, then decode's, which may be the same. Raises CheckFailed."""
+    """Run the whole check. `devices`: prefill's, then decode's, which may be the same. Raises CheckFailed."""
     secret = secrets.token_hex()
     with ExitStack() as stack:
         prefill, decode = (
@@ -169,7 +169,7 @@ def run(
 
 
 def versions() -> dict[str, str]:
-    """What a figure depends on."""
+    """The versions that the figures depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

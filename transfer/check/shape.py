@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from transfer.memory.blocks import blocks_for
 
-LEAST_BLOCKS = 32  # enough for scattered blocks to be scattered
+LEAST_BLOCKS = 32  # enough for a sample of blocks to be scattered
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class CheckFailed(Exception):
-    """Bytes are wrong, a wait ran out, or a side failed: the message says which."""
+    """Bytes are wrong, a wait reached its deadline, or a side failed. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transformer, its paged KV cache, and the prompt that it prefills in chunks; sizes in tokens and elements."""
+    """A transformer, its paged KV cache, and the prompt that it prefills in chunks. Sizes: in tokens and elements."""
 
     layers: int
     hidden: int
@@ -31,17 +31,17 @@ class Shape:
 
     @property
     def prompt_blocks(self) -> int:
-        """Blocks of the whole prompt."""
+        """The number of blocks of the whole prompt."""
         return blocks_for(self.prompt_tokens, self.block_size)
 
     @property
     def blocks(self) -> int:
-        """Blocks of the cache: twice the prompt's, so that there is something which must not be touched."""
+        """The number of blocks of the cache: twice the prompt's, so that some blocks must stay unchanged."""
         return max(2 * self.prompt_blocks, LEAST_BLOCKS)
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:
-        """Of one layer's cache tensor: blocks, heads, tokens, keys and values."""
+        """The shape of one layer's cache tensor: blocks, heads, tokens, keys and values."""
         return self.blocks, self.kv_heads, self.block_size, 2 * self.head_dim
 
     @property
@@ -54,7 +54,7 @@ class Shape:
         return blocks * self.layers * self.block_bytes
 
     def chunks(self, tokens: int) -> list[int]:
-        """Tokens that are computed after each chunk of a prompt of `tokens` tokens."""
+        """The number of tokens that are computed after each chunk of a prompt of `tokens` tokens."""
         return [min(end, tokens) for end in range(self.chunk_tokens, tokens + self.chunk_tokens, self.chunk_tokens)]
 
 

@@ -1,4 +1,4 @@
-"""The two sides of the check: a KV cache in torch tensors, one a layer, behind the channel that vLLM's workers have."""
+"""The two sides of the check: a KV cache in torch tensors, one per layer, with the channel of vLLM's workers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def key_of(session: str) -> Key:
 
 
 class Side:
-    """A KV cache and its channel. `transports`: UCX_TLS, or None; `timeout_s`: for every handoff and every wait."""
+    """A KV cache and its channel. `transports`: UCX_TLS, or None. `timeout_s`: of every handoff and every wait."""
 
     def __init__(self, device: str, shape: Shape, secret: str, transports: str | None, timeout_s: float) -> None:
         self._device, self._shape, self._timeout_s = torch.device(device), shape, timeout_s
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
-            torch.set_num_threads(1)  # as Baton's replicas on CPU
+            torch.set_num_threads(1)  # as Baton's replicas on CPU do
         dtype = getattr(torch, shape.dtype)
         self._cache = [torch.zeros(shape.layer_shape, dtype=dtype, device=self._device) for _ in range(shape.layers)]
         self._synchronize()
@@ -59,24 +59,24 @@ class Side:
         self._channel.on_news(self._news.set)
 
     def device_name(self) -> str:
-        """What the cache lies on."""
+        """The name of the device that holds the cache."""
         if self._device.type == "cuda":
             return f"{self._device}: {torch.cuda.get_device_name(self._device)}"
         return f"cpu: {platform.machine()}, {os.cpu_count()} cores"
 
     def fill(self, seed: int) -> None:
-        """Random bytes, others for every seed, in the whole cache."""
+        """Fill the whole cache with random bytes, different for every seed."""
         generator = torch.Generator(self._device).manual_seed(seed)
         for layer in self._cache:
             layer.view(torch.uint8).random_(0, 256, generator=generator)
         self._synchronize()
 
     def digests(self) -> list[bytes]:
-        """One digest a block."""
+        """One digest per block."""
         return block_digests(layer.view(torch.uint8).cpu().numpy() for layer in self._cache)
 
     def close(self) -> None:
-        """End the channel, and only then give up the memory."""
+        """End the channel. The memory may be freed only after that."""
         self._channel.close()
 
     def _trace(self, event: str, **fields: Any) -> None:
@@ -84,11 +84,11 @@ class Side:
         self._news.set()
 
     def _taken(self, event: str, session: str) -> list[tuple[float, dict[str, Any]]]:
-        """Times and fields of the events of one kind of one session."""
+        """Times and fields of one session's events of one kind."""
         return [(at, fields) for at, kind, fields in self._events if kind == event and fields["session"] == session]
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
-        """Sleeps between news, as polling would take time from what is measured."""
+        """Wait until the condition holds. It sleeps between news, as polling would disturb the measurement."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             self._news.clear()
@@ -116,7 +116,7 @@ class Decode(Side):
         self._channel.offer(key_of(session), session, [peer], 0, blocks, needs_token=False)
 
     def received(self, session: str) -> float:
-        """Wait for the KV; the time when the channel knew that all of it is here."""
+        """Wait for the KV. Returns the time when the channel knew that all of it was here."""
         self._wait(
             f"the KV of handoff {session}",
             lambda: session in self._received and bool(self._taken("received", session)),
@@ -125,18 +125,18 @@ class Decode(Side):
 
 
 class Prefill(Side):
-    """Writes blocks: such as they are, or while it computes them."""
+    """Writes blocks, either as they are or while it computes them."""
 
     def __init__(self, device: str, shape: Shape, secret: str, transports: str | None, timeout_s: float) -> None:
         super().__init__(device, shape, secret, transports, timeout_s)
         self._model = Transformer(shape, self._device)
 
     def address(self) -> str:
-        """Where decode's offers go."""
+        """The endpoint that decode's offers go to."""
         return self._channel.address
 
     def write(self, session: str, blocks: list[int], prompt_tokens: int, steps: Sequence[int]) -> Pass:
-        """Hand over what is in the blocks; `steps`: how many tokens count as computed after each step."""
+        """Hand over the blocks as they are. `steps`: the number of tokens that count as computed after each step."""
         self._offered(session)
         begun = time.monotonic()
         for computed in steps:
@@ -147,7 +147,7 @@ class Prefill(Side):
         return self._written(session, begun, time.monotonic())
 
     def prefill(self, session: str, blocks: list[int], seed: int, writes: bool) -> Pass:
-        """Prefill a random prompt in chunks, and hand over each layer of each as the connector does."""
+        """Prefill a random prompt in chunks, and hand over each layer of each chunk as the connector does."""
         prompt = self._model.prompt(self._shape.prompt_tokens, seed)
         if writes:
             self._offered(session)
@@ -167,10 +167,10 @@ class Prefill(Side):
         return self._written(session, begun, ended) if writes else Pass(begun, ended)
 
     def copy_s(self, blocks: int, device: str) -> float:
-        """Seconds of torch copying so many blocks, one layer after the other, to this or another device."""
+        """The seconds that torch takes to copy `blocks` blocks, layer after layer, to this or another device."""
         other = torch.device(device)
         targets = [torch.empty_like(layer[:blocks], device=other) for layer in self._cache]
-        for _ in range(2):  # the first time, memory is touched and devices meet
+        for _ in range(2):  # the first copy touches the memory and connects the devices
             self._synchronize(other)
             begun = time.monotonic()
             for layer, target in zip(self._cache, targets, strict=True):
@@ -186,7 +186,7 @@ class Prefill(Side):
         self._channel.layer_saved(layer, ready)
 
     def _drain(self) -> None:
-        """Wait for the compute stream alone: the writes have streams of their own."""
+        """Wait for the compute stream only: the writes have streams of their own."""
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 

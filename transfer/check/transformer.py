@@ -1,4 +1,4 @@
-"""A small decoder with random weights over a paged KV cache: something to overlap writes with."""
+"""A small decoder with random weights over a paged KV cache. The check overlaps writes with its prefill."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Transformer:
     ) -> torch.Tensor:
         """Compute the chunk `[tokens, hidden]` at the prompt's positions from `begin` on.
 
-        Its KV goes into `blocks` of `cache`; `saved(layer)` is called where vLLM calls a connector: when the layer's
+        Its KV goes into `blocks` of `cache`. `saved(layer)` is called where vLLM calls a connector: when the layer's
         attention has been launched.
         """
         shape, end = self._shape, begin + len(chunk)

@@ -1,1 +1,1 @@
-"""The mock engine: tests of the control plane, and scale. It computes nothing."""
+"""The mock engine, for tests of the control plane and at scale. It runs no model."""

@@ -1,4 +1,4 @@
-"""How a mock engine reaches other engines: the KV channel, and the sender of first tokens."""
+"""A mock engine's connections to other engines: the KV channel, and the sender of first tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transfer.memory.plane import Plane
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Open from its making until `close`."""
+    """The connections are open from construction until `close`."""
 
     role: Role
     channel: Channel
@@ -24,12 +24,12 @@ class Connections:
 
     @classmethod
     def open(cls, role: Role, plane: Plane, layout: KVLayout, secret: str, host: str, timeout_s: float) -> Connections:
-        """`timeout_s`: the time from an offer of blocks until their KV must be there."""
+        """Open both. `timeout_s`: the time from an offer of blocks until their KV must be there."""
         seal = Seal(secret)
         return cls(role, Channel(plane, layout, seal, host, timeout_s), TokenSender(seal))
 
     def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
-        """Only these replicas exchange KV with this one, each the endpoints of its workers by rank."""
+        """Only these replicas exchange KV with this one. Each is the endpoints of its workers by rank."""
         listed = [list(workers) for workers in peers]
         self.channel.keep(listed)
         self.tokens.keep([workers[0] for workers in peers])
@@ -37,6 +37,6 @@ class Connections:
             self.channel.meet(listed)
 
     async def close(self) -> None:
-        """Close both; the channel's thread has then ended."""
+        """Close both. The channel's thread has ended when this returns."""
         await asyncio.to_thread(self.channel.close)
         self.tokens.close()

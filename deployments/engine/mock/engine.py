@@ -1,8 +1,7 @@
-"""A paced double of the engine core, for tests of the control plane and for scale. It is no language model.
+"""A stand-in for the engine core that runs at a configured pace, for tests of the control plane and at scale.
 
-It takes vLLM's requests and gives vLLM's outputs by step, with real blocks, real handoffs over a KV channel and a
-configured pace. Its tokens are hashes of the KV that it finds in its blocks. It has no prefix cache, and imports no
-vLLM.
+It is no language model. It takes vLLM's requests and returns vLLM's outputs by step, with real blocks and real handoffs
+over a KV channel. Its tokens are hashes of the KV in its blocks. It has no prefix cache, and does not import vLLM.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from transfer.memory.blocks import blocks_for
 from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.plane import Plane
 
-POLL_S = 0.002  # the pause between two looks at the channel, which does not wake an asyncio loop
+POLL_S = 0.002  # the pause between two looks at the channel, as the channel does not wake an asyncio loop
 PREEMPTION_WAIT_S = 30.0  # the longest wait for writes that still read the blocks of a preempted prefill
-IDLE_TOKEN = 1000  # every token of an engine that computes nothing: an ordinary word
+IDLE_TOKEN = 1000  # every token of an engine that computes nothing. It is an ordinary word
 
 
 class MockEngine:
-    """A double of an engine: paced like one, but no language model.
+    """A stand-in for an engine: it has an engine's pace, but is no language model.
 
-    `handoff_timeout_s`: from an offer of blocks until their KV must be there. `plane`: carries the KV; the
-    default reaches engines of the same process only.
+    `handoff_timeout_s`: the time from an offer of blocks until their KV must be there. `plane`: carries the KV. The
+    default plane reaches engines of the same process only.
     """
 
     def __init__(
@@ -99,7 +98,10 @@ class MockEngine:
         )
 
     async def add(self, frames: tuple[bytes, ...]) -> None:
-        """Add an encoded EngineCoreRequest. Raises EngineError when dead, or when it cannot be served."""
+        """Add an encoded EngineCoreRequest.
+
+        Raises EngineError when the engine is dead, or cannot serve the request.
+        """
         self._check_alive()
         try:
             request = decode_request(frames)
@@ -151,7 +153,7 @@ class MockEngine:
             error = None if self._task.cancelled() else self._task.exception()
             raise EngineError("the mock engine is dead") from error
 
-    # ---- its one task
+    # ---- the engine's only task
 
     async def _run(self) -> None:
         while True:
@@ -190,7 +192,7 @@ class MockEngine:
         return [sequence.output([], FinishReason.ERROR) for sequence in failed if not sequence.is_over]
 
     def _loaded(self, sequence: Sequence, token: int | None) -> None:
-        """The prompt's KV is here: go on after it, with prefill's token as the first of the answer."""
+        """The prompt's KV is here. The request continues after it, with prefill's token as the first of the answer."""
         if sequence.is_over:
             return
         assert token is not None, "the only rank carries the first token"
@@ -220,7 +222,7 @@ class MockEngine:
         return outputs, (replace(step, seconds=clock() - began_s),)
 
     async def _compute(self, work: list[tuple[Sequence, int]]) -> None:
-        """Write the step's KV at the configured pace, layer by layer where a handoff takes layers."""
+        """Write the step's KV at the configured pace, layer by layer when a handoff takes the layers."""
         layers = self._config.num_layers
         write = self._layers_of(work) if self._config.computes else None
         chunks = [chunk for sequence, count in work if (chunk := sequence.chunk(count))]
@@ -256,7 +258,7 @@ class MockEngine:
         return self._memory.next_token(sequence.blocks, sequence.computed, seed)
 
     def _advance(self, sequence: Sequence, count: int) -> Output | None:
-        """Note what a step computed of a request, and sample a token when everything is computed."""
+        """Record what a step computed of a request, and sample a token when everything is computed."""
         before, prompt = sequence.computed, sequence.prompt_tokens
         sequence.computed += count
         self._counts["computed_tokens"] += min(sequence.computed, prompt) - min(before, prompt)

@@ -1,7 +1,7 @@
-"""The mock engine's KV cache: real bytes in real blocks, so that moving wrong ones changes the answer.
+"""The mock engine's KV cache: real bytes in real blocks, so that a move of wrong blocks changes the answer.
 
-The KV of a token in a layer is 8 bytes: a hash of the seed, the layer and every token up to it. The next
-token is read from the KV of all layers, never from the token ids.
+The KV of a token in a layer is 8 bytes: a hash of the seed, the layer and every token up to this one. The next
+token is computed from the KV of all layers, never from the token ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_TOKEN, LAST_TOKEN = 10, 49_152  # above the usual special tokens, within t
 
 
 def _mix(words: Words) -> Words:
-    """The finaliser of splitmix64: every bit of a word moves half of the bits."""
+    """The finaliser of splitmix64: every bit of a word changes about half of the bits."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -44,11 +44,11 @@ class MockMemory:
         return KVLayout(layers, 1, blocks, self._block_size, block_bytes, bases, facts=facts)
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        """Erase newly allocated blocks, so that KV that never arrives is not there by chance."""
+        """Erase newly allocated blocks, so that old KV cannot pass for KV that never arrived."""
         self._words[:, list(blocks)] = 0
 
     def slots(self, blocks: Sequence[int], begin: int, end: int) -> NDArray[np.int64]:
-        """Places in a layer of the tokens at positions `begin` to `end` of a request that holds `blocks`."""
+        """The places in a layer of the tokens at positions `begin` to `end` of a request that holds `blocks`."""
         positions = np.arange(begin, end)
         starts = np.asarray(blocks, dtype=np.int64) * self._block_size
         slots: NDArray[np.int64] = starts[positions // self._block_size] + positions % self._block_size
@@ -64,11 +64,11 @@ class MockMemory:
         return np.cumsum(_mix(words), dtype=np.uint64) + np.uint64(chain)
 
     def write(self, layer: int, slots: NDArray[np.int64], hashes: Words) -> None:
-        """Compute a layer's KV of tokens with these prefix hashes."""
+        """Compute and write a layer's KV of the tokens with these prefix hashes."""
         self._flat[layer, slots] = _mix(hashes ^ self._salts[layer])
 
     def next_token(self, blocks: Sequence[int], tokens: int, seed: int) -> int:
-        """The token that follows `tokens` tokens, read from all of their KV. `seed`: the request's own."""
+        """The token that follows `tokens` tokens, computed from all of their KV. `seed`: the request's own."""
         layers = self._words.shape[0]
         kept = list(blocks[: -(-tokens // self._block_size)])
         kv = self._words[:, kept].reshape(layers, -1)[:, :tokens]

@@ -1,8 +1,8 @@
 """The mock engine's scheduler: continuous batching, chunked prefill and paged KV blocks. Pure bookkeeping.
 
-Requests wait in order of arrival. A decode request of a handoff gets its blocks and waits outside of the
-running ones until its KV is there. A request that is over may still hold its blocks, because a peer reads or
-writes them.
+Requests wait in order of arrival. A decode request of a handoff gets its blocks, and waits apart from the
+running requests until its KV is there. A request that is over may still hold its blocks, because a peer reads
+or writes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from transfer.memory.blocks import blocks_for
 
 @dataclass(slots=True)
 class Plan:
-    """One step: token counts to compute by sequence, and what the worker must do before."""
+    """One step: the number of tokens to compute by sequence, and what the worker must do before.
+
+    `offers`: sequences whose blocks go to prefill as offers. `preempted`: sequences that lost their blocks. `fresh`:
+    newly allocated blocks.
+    """
 
     work: list[tuple[Sequence, int]] = field(default_factory=list)
     offers: list[Sequence] = field(default_factory=list)
@@ -26,7 +30,10 @@ class Plan:
     fresh: list[int] = field(default_factory=list)
 
     def sample(self, seconds: float) -> StepSample:
-        """What the step is, while nothing of it is computed yet. What was preempted is prefilled again."""
+        """The sample of this step. Call it before anything of the step is computed.
+
+        A preempted sequence counts as prefill again.
+        """
         prefill = [(s.computed, count) for s, count in self.work if count > 1 or s.computed < s.prompt_tokens]
         decode = [s.computed + 1 for s, count in self.work if count == 1 and s.computed >= s.prompt_tokens]
         return StepSample(
@@ -41,7 +48,7 @@ class Plan:
 class MockScheduler:
     """Owns every sequence and every block of one mock engine.
 
-    `prompt_tokens`: the most prompt tokens of one request in a step while there are other requests.
+    `prompt_tokens`: the maximum prompt tokens of one request in a step while there are other requests.
     """
 
     def __init__(self, config: MockEngineConfig, prompt_tokens: int) -> None:
@@ -60,7 +67,7 @@ class MockScheduler:
 
     @property
     def has_handoffs(self) -> bool:
-        """Whether the channel will report something."""
+        """Whether a handoff is open, so that the channel will report its end."""
         return bool(self.loading or self.sending)
 
     def add(self, sequence: Sequence) -> None:
@@ -68,7 +75,10 @@ class MockScheduler:
         self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Take a request out; None when it is not here. Blocks that a peer may touch stay until `release`."""
+        """Remove a request. None when it is not here.
+
+        Blocks that a peer may still read or write are freed later: by `release`, `loaded` or `not_loaded`.
+        """
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
@@ -78,7 +88,7 @@ class MockScheduler:
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
-        """A request is over: free its blocks, or keep them while its KV is being sent."""
+        """A request is over. Its blocks are freed, or are kept while its KV is being sent."""
         sequence.is_over = True
         self._sequences.pop(sequence.request_id, None)
         for queue in (self.running, self.waiting):
@@ -90,7 +100,7 @@ class MockScheduler:
             self._give_back(sequence)
 
     def loaded(self, request_id: str) -> Sequence:
-        """A handoff's KV is here: the request is next in the queue; if it is over, its blocks are free."""
+        """A handoff's KV is here. The request is next in the queue. If it is over, its blocks are freed."""
         sequence = self.loading.pop(request_id)
         sequence.has_loaded = True
         if sequence.is_over:
@@ -100,7 +110,7 @@ class MockScheduler:
         return sequence
 
     def not_loaded(self, request_id: str) -> Sequence:
-        """A handoff is over without its KV."""
+        """A handoff is over without its KV. The request is removed, and its blocks are freed."""
         sequence = self.loading.pop(request_id)
         self._sequences.pop(request_id, None)
         self._give_back(sequence)
@@ -111,7 +121,7 @@ class MockScheduler:
         self._give_back(self.sending.pop(request_id))
 
     def plan(self) -> Plan:
-        """Decide the next step: running requests first, then new ones while tokens, seats and blocks last."""
+        """Decide the next step: running requests first, then new ones as long as tokens, seats and blocks last."""
         plan = Plan()
         budget = self._config.max_num_batched_tokens
         has_others = len(self.running) + len(self.waiting) + len(self.loading) > 1
@@ -145,7 +155,10 @@ class MockScheduler:
             budget -= count
 
     def _grow(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
-        """Make room for `tokens` tokens, preempting the newest request if need be; False when that is this one."""
+        """Make room for `tokens` tokens. If blocks are missing, the newest requests are preempted.
+
+        False when this request itself is preempted.
+        """
         while not self._allocate(sequence, tokens, plan):
             newest = self.running.pop()
             newest.computed, newest.chain = 0, 0

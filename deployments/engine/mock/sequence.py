@@ -11,9 +11,9 @@ from transfer.channel.layers import Chunk
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens`: prompt and answer, of which the first `computed` have KV in `blocks`; `chain`: their hash.
+    """`tokens`: prompt and answer. The first `computed` of them have KV in `blocks`. `chain`: the hash of these.
 
-    `generated`: the number of tokens of the answer, those that another engine sampled included.
+    `generated`: the number of tokens of the answer, including those that another engine sampled.
     """
 
     request: Request
@@ -27,7 +27,7 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
-        """A request that has just come."""
+        """The sequence of a new request."""
         return cls(request, [*request.prompt_token_ids, *request.answered], generated=len(request.answered))
 
     @property
@@ -36,7 +36,7 @@ class Sequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens to compute before the first new one: the prompt, and what was answered elsewhere."""
+        """The number of tokens to compute before the first new one: the prompt, and those answered elsewhere."""
         return len(self.request.prompt_token_ids) + len(self.request.answered)
 
     @property
@@ -51,7 +51,7 @@ class Sequence:
         return handoff is not None and handoff.role == "decode" and not self.has_loaded
 
     def chunk(self, count: int) -> Chunk | None:
-        """What a step that computes `count` tokens adds to a prompt that is sent; None when nothing."""
+        """The chunk that a step of `count` tokens adds to a prompt that is sent. None when it adds nothing."""
         handoff, prompt = self.request.handoff, self.prompt_tokens
         if handoff is None or not self.sends or self.computed >= prompt:
             return None
@@ -59,7 +59,7 @@ class Sequence:
         return Chunk(handoff.key, self.request_id, computed, prompt, tuple(self.blocks))
 
     def allowed(self, token: int) -> int:
-        """The token, or the next one that does not stop before `min_tokens`, where vLLM masks such tokens."""
+        """The token, or before `min_tokens` the next one that does not stop the answer. vLLM masks such tokens."""
         sampling = self.request.sampling_params
         if self.generated < sampling.min_tokens:
             while token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()):
@@ -67,7 +67,7 @@ class Sequence:
         return token
 
     def append(self, token: int, max_model_len: int) -> Output:
-        """Take a sampled token. Whether the request is over is asked in the order of vLLM's check_stop."""
+        """Add a sampled token. The reasons to end the request are checked in the order of vLLM's check_stop."""
         self.tokens.append(token)
         self.generated += 1
         sampling = self.request.sampling_params
@@ -81,7 +81,7 @@ class Sequence:
         return self.output([token])
 
     def output(self, tokens: list[int], reason: FinishReason | None = None, stop_reason: int | None = None) -> Output:
-        """This request's part of a step."""
+        """This request's part of a step's outputs."""
         wanted = self.request.sampling_params.logprobs
         made_up = logprobs(tokens[0], max(0, wanted)) if tokens and wanted is not None else None
         struct = OutputStruct(self.request_id, tokens, made_up, finish_reason=reason, stop_reason=stop_reason)

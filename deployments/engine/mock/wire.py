@@ -1,7 +1,7 @@
 """The wire format of vLLM's engine core, as far as the mock engine needs it, without importing vLLM.
 
-Requests are read and outputs written by position, as vLLM's array-like structs are encoded.
-tests/deployments/engine/mock/test_wire.py holds both against the installed vLLM: a moved field fails there.
+Requests are read and outputs are written by position, as vLLM encodes its array-like structs.
+tests/deployments/engine/mock/test_wire.py compares both with the installed vLLM: it fails when a field has moved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FinishReason(IntEnum):
 
 
 class Handoff(msgspec.Struct, frozen=True):
-    """A request's part in a handoff: `kv_transfer_params["baton"]`, as the vLLM connector reads it."""
+    """A request's part in a handoff: the `kv_transfer_params["baton"]` that the vLLM connector reads."""
 
     role: str
     session: str
@@ -50,7 +50,7 @@ class ExtraArgs(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """What the mock engine honours of vLLM's SamplingParams, which travel as a map without defaults."""
+    """The fields of vLLM's SamplingParams that the mock engine respects. They travel as a map without defaults."""
 
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -63,7 +63,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """The leading fields of vLLM's EngineCoreRequest; later ones are ignored."""
+    """The leading fields of vLLM's EngineCoreRequest. Later fields are ignored."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -77,7 +77,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def answered(self) -> list[int]:
-        """The tokens of its answer that another engine sampled, as `transfer/vllm/continued_answer.py` reads them."""
+        """The answer's tokens that another engine sampled, as `transfer/vllm/continued_answer.py` reads them."""
         extra = self.sampling_params.extra_args
         return extra.baton_answered if extra else []
 
@@ -108,7 +108,7 @@ _OUTPUTS = msgspec.msgpack.Encoder()
 
 
 def decode_request(frames: Sequence[bytes]) -> Request:
-    """Read an encoded EngineCoreRequest. Raises ValueError when it is none, or holds no token ids."""
+    """Read an encoded EngineCoreRequest. Raises ValueError for other frames, or when it holds no token ids."""
     return _REQUEST.decode(frames[0])
 
 
@@ -118,7 +118,7 @@ def encode_outputs(outputs: list[OutputStruct]) -> list[bytes]:
 
 
 def logprobs(token: int, alternatives: int) -> list[Any]:
-    """LogprobsLists of one sampled token: it first, then made-up alternatives of falling probability."""
+    """The LogprobsLists of one sampled token: the token, then made-up alternatives of falling probability."""
     tokens = np.array([[token, *(token + 1 + i for i in range(alternatives))]], dtype=np.int32)
     values = [[math.log(0.5) * (rank + 1) for rank in range(alternatives + 1)]]
     ranks = np.array([1], dtype=np.int32)

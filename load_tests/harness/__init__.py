@@ -1,1 +1,1 @@
-"""What benchmarks and tests start: a control plane in one process, engines, applications, and peers."""
+"""What benchmarks and tests start: a control plane in one process, engines, applications and peers."""

@@ -1,4 +1,4 @@
-"""A whole Baton for a benchmark or a test: started as a user starts it, on ports of its own, and ended by Ctrl-C."""
+"""A whole Baton for a benchmark or a test, started as a user starts it, on its own ports, and ended by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class NotStarted(Exception):
 
 
 class Application:
-    """`serve`: what a `serve run` file holds. `directory`: for that file and the log, `launch.log`.
+    """A running Baton.
 
-    `environment`: variables of all its processes beside our own. `ray`: the ports of GCS and dashboard of a Ray that
-    runs on this machine, to be joined and left running; else it has one of its own. `options`: more for the launcher.
-    The caller that makes one stops it.
+    `serve`: the content of a `serve run` file. `directory`: the folder for that file and the log, `launch.log`.
+    `environment`: variables for all its processes, in addition to this process's own. `ray`: the ports of GCS and
+    dashboard of a Ray that runs on this machine; the application joins it and leaves it running. Without `ray` it has a
+    Ray of its own. `options`: more options for the launcher. The caller that makes one stops it.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Application:
             )
 
     def wait(self) -> None:
-        """Until it says that it is ready. Raises NotStarted when it ends or takes too long."""
+        """Wait until it says that it is ready. Raises NotStarted when it ends or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Ready in" not in self.log.read_text():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -69,7 +70,7 @@ class Application:
             time.sleep(0.5)
 
     def stop(self) -> None:
-        """Ctrl-C, as a user would; idempotent."""
+        """Send Ctrl-C, as a user would; idempotent."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
@@ -79,11 +80,11 @@ class Application:
                 self._process.wait(10)
 
     def kill(self) -> None:
-        """SIGKILL to the launcher alone, which then clears nothing away itself."""
+        """Send SIGKILL to the launcher alone, which then cleans up nothing itself."""
         self._process.kill()
         self._process.wait(10)
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface, see `app.launch.ports.free_port`."""
+    """A free TCP port of the loopback interface, see `app.launch.ports.free_port`."""
     return ports.free_port("127.0.0.1")

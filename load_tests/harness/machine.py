@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and how fast that can copy."""
+"""The machine that a benchmark ran on, and how fast it copies memory."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ def conditions() -> dict[str, Any]:
 
 
 def autogroups(setting: Path = Path("/proc/sys/kernel/sched_autogroup_enabled")) -> bool | None:
-    """Whether Linux schedules by session (`setsid`) what no cgroup has been made for; None where it is not known.
+    """Whether Linux schedules processes without a cgroup by session (`setsid`); None where that is not known.
 
-    What the service manager starts has a cgroup. Where nothing has one and this is on, a process that mostly sleeps may
-    wait for seconds beside an engine (kernel 6.18; docs/benchmarks/log-2026-11.md, serving), and p99s are about that.
+    What the service manager starts has a cgroup. Where no process has one and this is on, a process that mostly sleeps
+    may wait for seconds beside an engine (kernel 6.18; docs/benchmarks/log-2026-11.md, serving). Then the p99s measure
+    that wait.
     """
     return bool(int(setting.read_text())) if setting.exists() else None
 
 
 class Stolen:
-    """What others on the same host take of this machine's CPU time."""
+    """The CPU time that other machines on the same host take from this machine."""
 
     def __init__(self) -> None:
         self._ticks = _cpu_ticks()
 
     def share(self) -> float:
-        """Of all time of all cores, 0 to 1, since it was asked last, or made."""
+        """The stolen share of all cores' time, 0 to 1, since the last call or since this object was made."""
         before, self._ticks = self._ticks, _cpu_ticks()
         ticks = [now - then for now, then in zip(self._ticks, before, strict=True)]
         return ticks[_STEAL] / max(1, sum(ticks))
@@ -61,7 +62,7 @@ _STEAL = 7
 
 
 def _cpu_ticks() -> list[int]:
-    """User, nice, system, idle, waiting, interrupts (two kinds), stolen; guests' time is in the first two."""
+    """Ticks: user, nice, system, idle, waiting, interrupts (two kinds), stolen. User and nice include guests' time."""
     first = Path("/proc/stat").read_text().splitlines()[0]
     return [int(ticks) for ticks in first.split()[1 : _STEAL + 2]]
 
@@ -74,7 +75,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """What this process has asked of the C heap and not given back. Raises AttributeError without glibc 2.33."""
+    """Bytes that this process has allocated on the C heap and not freed. Raises AttributeError without glibc 2.33."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Mallinfo2
     info = mallinfo2()
@@ -82,7 +83,10 @@ def heap_bytes() -> int:
 
 
 def memcpy_gb_per_s(block_bytes: int, total_bytes: int) -> float:
-    """10^9 bytes per second that one thread copies, in blocks in random order, between two buffers; median."""
+    """The median speed, in 10^9 bytes per second, at which one thread copies between two buffers.
+
+    It copies blocks in random order.
+    """
     blocks = total_bytes // block_bytes
     source, target = (np.ones((blocks, block_bytes), dtype=np.uint8) for _ in range(2))
     order = list(range(blocks))

@@ -1,8 +1,8 @@
-"""Processes of a benchmark: find them, read their CPU time, pause them, and see that they end.
+"""Processes of a benchmark: find them, read their CPU time, pause them, and make sure that they end.
 
-`python -m load_tests.harness.processes` is the guard: it reads `pid start-time` lines from stdin and, once stdin ends,
-kills those of them that are still there and removes Ray's file that names their cluster. A pipe ends however its writer
-dies, and a paused process cannot watch for itself.
+`python -m load_tests.harness.processes` is the guard. It reads `pid start-time` lines from stdin. When stdin ends, it
+kills those processes that still run and removes Ray's file that names their cluster. A pipe ends however its writer
+dies. The processes cannot watch for this themselves, because a paused process does not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def children(root: int) -> set[int]:
 
 
 def marked(entry: str) -> dict[int, str]:
-    """Every process but ours that has `NAME=value` in its environment, by id: what it calls itself."""
+    """Every process except this one that has `NAME=value` in its environment: its id and its title."""
     found = {}
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit() or int(directory.name) == os.getpid():
@@ -42,19 +42,19 @@ def marked(entry: str) -> dict[int, str]:
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """From now on a descendant whose parent ends becomes our child, so that none is lost; or no longer."""
+    """Switch whether orphaned descendants become children of this process, so that none is lost."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Collect those of these processes that are our children and have ended."""
+    """Collect the exit status of those processes that are children of this one and have ended."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def title(pid: int) -> str:
-    """What a process calls itself: its command line; "" when it is gone."""
+    """A process's title, which is its command line; "" when it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):
@@ -62,21 +62,22 @@ def title(pid: int) -> str:
 
 
 def began(pid: int) -> str | None:
-    """When a process began, which tells a number that is used again apart; None when it is gone."""
+    """When a process began; None when it is gone. It tells two processes with the same id apart."""
     fields = stat(pid)
     return fields[19] if fields else None
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds that these processes have used so far, all threads together, to the nanosecond.
+    """CPU seconds that these processes have used so far, over all threads, to the nanosecond.
 
-    The clock's id is what `clock_getcpuclockid(3)` gives for a process; Python has it for threads only.
+    The clock's id is the one that `clock_getcpuclockid(3)` gives for a process. Python offers that function for threads
+    only.
     """
     return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
 
 
 def cpu_by_process(pids: Iterable[int]) -> dict[int, float]:
-    """`cpu_s` of each process that is still there."""
+    """`cpu_s` of each process that still runs."""
     used = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -97,11 +98,11 @@ def resume(pids: Iterable[int]) -> None:
 class Guard:
     """Kills the processes that it was told of when it is closed, or when this process ends in any way.
 
-    Then Ray's file that names the current cluster is removed if that cluster has ended.
+    Then it removes Ray's file that names the current cluster, if that cluster has ended.
     """
 
     def __init__(self) -> None:
-        # In a session of its own, so that Ctrl-C does not end the guard before those it guards.
+        # In a session of its own, so that Ctrl-C does not end the guard before the processes that it guards.
         command = [sys.executable, "-m", "load_tests.harness.processes"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -110,7 +111,7 @@ class Guard:
         return self._process.pid
 
     def watch(self, pids: Iterable[int]) -> None:
-        """From now on these must not outlive us."""
+        """From now on these processes end no later than this process."""
         assert self._process.stdin is not None
         for pid in pids:
             if when := began(pid):
@@ -118,7 +119,7 @@ class Guard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kill what is left of them."""
+        """Kill those that still run."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(GUARD_TIMEOUT_S)
@@ -133,7 +134,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 def _guard() -> None:
     watched = {int(pid): when for pid, when in map(str.split, sys.stdin.readlines())}
     deadline = time.monotonic() + GUARD_TIMEOUT_S / 2
-    # A number whose process began at another time belongs to another process by now.
+    # If the start time differs, the id now belongs to another process.
     while (left := [pid for pid, when in watched.items() if began(pid) == when]) and time.monotonic() < deadline:
         _signal(left, signal.SIGKILL)
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Simulated time: what happens when."""
+"""Simulated time: which event happens when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Act = Callable[..., None]
 
 
 class Calendar:
-    """Acts in the order of their times; at equal times, of their entry. `now_s`: of the act under way."""
+    """Runs acts in the order of their times; at equal times, in the order of entry. `now_s`: the current act's time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -20,11 +20,11 @@ class Calendar:
         self._serial = count()
 
     def at(self, at_s: float, act: Act, *arguments: Any) -> None:
-        """Have `act(*arguments)` called at a time that has not passed."""
+        """Schedule `act(*arguments)` for a time that has not passed."""
         heapq.heappush(self._entries, (at_s, next(self._serial), act, arguments))
 
     def step(self) -> None:
-        """The next act. Raises IndexError when there is none."""
+        """Run the next act. Raises IndexError when there is none."""
         self.now_s, _, act, arguments = heapq.heappop(self._entries)
         self.acts += 1
         act(*arguments)

@@ -1,4 +1,4 @@
-"""A fleet made ready: its configuration as an operator would write it, and its replicas."""
+"""A fleet ready to simulate: its configuration, as an operator would write it, and its replicas."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from load_tests.simulator.reporting import Reporter
 class Options:
     """How a fleet is run.
 
-    `ingresses`: processes that take requests, in turn. `allocators`: who decides for them. One is the session manager,
-    which they all share; several know nothing of each other's promises but what replicas report, as if each ingress
-    decided for itself. `call_s`: from an ingress to its allocator, or back, in the mean; some ingresses are nearer.
-    `snapshot_interval_s`: a replica with news reports so often at most, `quiet_s` is for one without.
-    `snapshot_delay_s`: until a snapshot is known. `placement`: more of the configuration's section of that name.
+    `ingresses`: the processes that take requests, in turn. `allocators`: the number of allocators that decide for them.
+    One is the session manager, which all ingresses share. Several know each other's promises only from what replicas
+    report, as if each ingress decided for itself. `call_s`: the mean time from an ingress to its allocator, or back;
+    some ingresses are nearer than others. `snapshot_interval_s`: the shortest time between two reports of a replica
+    with news. `quiet_s`: the same for a replica without news. `snapshot_delay_s`: the time until a snapshot is known.
+    `placement`: more settings for the configuration's section of that name.
     """
 
     policy: str = "joint"
@@ -44,7 +45,7 @@ class Options:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A replica with its ports and its reports. `scheduled_s`: the boundary that is in the calendar."""
+    """A replica with its ports and its reports. `scheduled_s`: the time of its next boundary in the calendar."""
 
     replica: Replica
     reporter: Reporter
@@ -56,7 +57,10 @@ class Node:
 
 
 def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options: Options) -> BatonConfig:
-    """The application that would run this fleet for these classes; who is promised less time waits at the front."""
+    """The application that would run this fleet for these classes.
+
+    Requests that are promised less time wait at the front.
+    """
     return BatonConfig.model_validate(
         {
             "model": {"max_model_len": cluster.max_model_len},
@@ -101,7 +105,7 @@ def _pool(pool: Pool, block_tokens: int) -> dict[str, object]:
 
 
 def nodes(cluster: Cluster, block_tokens: int, rng: random.Random) -> dict[str, Node]:
-    """Every replica by its id, each a little faster or slower than its kind."""
+    """Every replica by its id. Each is a little faster or slower than its kind."""
     made = {}
     for pool in cluster.pools:
         deployment = pool.name if pool.role is Role.PREFILL else f"decode-{pool.name}"

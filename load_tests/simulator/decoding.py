@@ -36,7 +36,7 @@ class DecodeBatch:
         return len(self._members)
 
     def join(self, work: Work) -> None:
-        """A sequence decodes from the next step on; its blocks hold exactly its context."""
+        """A sequence decodes from the next step on. Its blocks hold exactly its context."""
         held = work.context
         end_step = self.step + work.outputs - work.generated
         crossing = (self.step - held) % self._block_tokens
@@ -52,7 +52,7 @@ class DecodeBatch:
         return self._ends[0][0] - self.step
 
     def growth(self, steps: int) -> int:
-        """New blocks that the next `steps` steps need."""
+        """The number of new blocks that the next `steps` steps need."""
         rounds, rest = divmod(steps, self._block_tokens)
         first = self.step % self._block_tokens
         beyond = first + rest - self._block_tokens
@@ -62,7 +62,7 @@ class DecodeBatch:
         return rounds * len(self._members) + blocks
 
     def steps_within(self, blocks: int, most: int) -> int:
-        """How many of the next `most` steps fit into so many free blocks."""
+        """How many of the next `most` steps fit into `blocks` free blocks."""
         if self.growth(most) <= blocks:
             return most
         low, high = 0, most  # the first fits, the second does not
@@ -84,13 +84,13 @@ class DecodeBatch:
         return ended
 
     def drop_newest(self) -> Work:
-        """Take out the sequence that joined last."""
+        """Take out the sequence that joined last, and return it."""
         work = next(reversed(self._members))
         self._remove(work)
         return work
 
     def _ends_at(self, end_step: int, work: Work) -> bool:
-        """Whether an entry of `_ends` still holds: the sequence may have been taken out, and may have joined again."""
+        """Whether an entry of `_ends` still holds. The sequence may have been taken out, and may have joined again."""
         member = self._members.get(work)
         return member is not None and member.end_step == end_step
 

@@ -1,13 +1,14 @@
-"""One simulated run of a policy under a load, from a description that another process can be sent.
+"""One simulated run of a policy under a load. The description can be sent to another process.
 
-**Objectives.** Mooncake's conversation has two classes: prompts of up to 16,384 tokens are promised the first token
-within 2 s, longer ones within 15 s; a simulated H100 with nothing else to do takes 0.7 s for the one and 13 s for the
-longest of the other. Of those who wait, with any policy, the short ones go first (rank). Azure's conversation and the
-made traces have one class: 1 s; 99% of Azure's prompts take at most 0.15 s alone. All are promised 0.05 s a token: 20
-tokens a second, several times as fast as people read, and twice what a full H100 needs for a step of decode alone.
+**Objectives.** Mooncake's conversation has two classes. Prompts of up to 16,384 tokens are promised the first token
+within 2 s, longer ones within 15 s. A simulated H100 with nothing else to do takes 0.7 s for the longest of the first
+class, and 13 s for the longest of the second. With any policy, the short ones among the waiting requests go first
+(rank). Azure's conversation and the made traces have one class: 1 s. 99% of Azure's prompts take at most 0.15 s alone.
+All are promised 0.05 s a token. That is 20 tokens a second, several times as fast as people read, and twice the time
+that a full H100 needs for a step of decode alone.
 
-**Load.** 1.0 is an estimate of what the fleet can do without any cache hit, prefill and decode each kept busy all the
-time: `capacity`. Where a policy stops keeping up is measured, not estimated.
+**Load.** 1.0 is an estimate of what the fleet can do without any cache hit, with prefill and decode each busy all the
+time: `capacity`. The load at which a policy stops keeping up is measured, not estimated.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ MADE_RATE, MADE_REQUESTS = 10.0, 20_000
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`load`: in parts of the estimated capacity. `requests`: how many are sent. `prefill`: so many of the replicas
-    prefill; none: the fleet's own share. The rest is as in `Options`."""
+    """What is simulated.
+
+    `load`: a share of the estimated capacity. `requests`: the number that is sent. `prefill`: the number of replicas
+    that prefill; None means the fleet's own share. The rest is as in `Options`.
+    """
 
     trace: str
     replicas: int
@@ -75,19 +79,19 @@ class Experiment:
 
 
 def classes_of(trace: str) -> Classes:
-    """What a trace's requests are promised."""
+    """The classes of a trace's requests, with their objectives."""
     return LONG_CHAT if trace.startswith("mooncake") else CHAT
 
 
 @functools.lru_cache(maxsize=4)
 def load_trace(name: str, max_model_len: int) -> Trace:
-    """A trace by the beginning of its file's name, or a made one by its own. Raises TraceError."""
+    """A trace by the beginning of its file's name, or a made trace by its own name. Raises TraceError."""
     trace = MADE[name](MADE_RATE, MADE_REQUESTS, 1) if name in MADE else traces.find(name)
     return trace.fitting(max_model_len)
 
 
 def perform(experiment: Experiment) -> dict[str, Any]:
-    """Simulate it: one row of figures."""
+    """Simulate an experiment. Returns one row of figures."""
     begun_s = time.process_time()
     cluster = heterogeneous(experiment.replicas, prefill=experiment.prefill)
     trace = load_trace(experiment.trace, cluster.max_model_len)
@@ -120,7 +124,7 @@ def make_allocator(config: BatonConfig, rng: random.Random) -> Allocator:
 
 
 def capacity(cluster: Cluster, trace: Trace) -> float:
-    """Requests per second that prefill and decode could both do, by means and without cache hits."""
+    """Requests per second that both prefill and decode could serve, computed from means and without cache hits."""
     pool = cluster.prefill
     prompts = [request.prompt_tokens for request in trace.requests]
     prefill_s = sum(pool.profile.steps.prefill_s(tokens, 0, pool.limits.batched_tokens) for tokens in prompts)
@@ -130,7 +134,10 @@ def capacity(cluster: Cluster, trace: Trace) -> float:
 
 
 def _decoded_per_s(pool: Pool, trace: Trace, prefill_s: float) -> float:
-    """Answers per second of one decode replica whose memory is all promised; it is also held while they prefill."""
+    """Answers per second of one decode replica whose memory is all promised.
+
+    A session also holds its memory during its prefill.
+    """
     number = len(trace.requests)
     promised = sum(request.prompt_tokens + request.max_tokens for request in trace.requests) / number
     output = sum(request.output_tokens for request in trace.requests) / number

@@ -1,4 +1,4 @@
-"""Ingresses, and the session managers that decide for them with the production allocator."""
+"""Ingresses, and the session managers that decide for them by the production allocator."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options
 
 GROUPS = 10
-"""Replicas do not report all at once: a tenth of them at each tenth of the interval."""
+"""Replicas do not all report at once. A tenth of them reports at each tenth of the interval."""
 TIMER_S = 1e-6
 """A timer fires this much after its deadline, so that the deadline has passed."""
 
 
 Answered = Callable[[str, Admit | Reject], None]
-"""Told what became of a session."""
+"""Called with the decision on a session."""
 
 
 class Allocating(Protocol):
-    """What the session manager and the simulator ask of an allocator."""
+    """The methods of an allocator that the session manager and the simulator call."""
 
     def open(self, request: SessionRequest, now_s: float) -> Admit | Reject | None: ...
     def answers(self, now_s: float) -> Sequence[tuple[str, Admit | Reject]]: ...
@@ -40,7 +40,7 @@ class Allocating(Protocol):
 
 
 class Manager:
-    """An allocator and those who wait for its answers; they are looked at after every event."""
+    """An allocator, and the callers that wait for its answers. Both are checked after every event."""
 
     def __init__(self, allocator: Allocating, calendar: Calendar) -> None:
         self.allocator = allocator
@@ -49,7 +49,7 @@ class Manager:
         self._deadline_s = float("inf")
 
     def open(self, request: SessionRequest, answered: Answered) -> None:
-        """`answered` is called once, now or later."""
+        """Ask for a placement. `answered` is called once, now or later."""
         answer = self.allocator.open(request, self._calendar.now_s)
         if answer is None:
             self._waiting[request.session_id] = answered
@@ -72,7 +72,7 @@ class Manager:
         self._poll()
 
     def _poll(self) -> None:
-        """Hand out answers to those who wait, and come back when the next of them is late."""
+        """Pass answers to the callers that wait, and schedule a check at the next deadline among them."""
         if not self._waiting:
             return
         now_s = self._calendar.now_s
@@ -90,7 +90,7 @@ class Manager:
 
 
 class Ingress:
-    """Calls its manager and gets its answers, each `call_s` later."""
+    """Calls its manager and gets the answers. Each way takes `call_s`."""
 
     def __init__(self, manager: Manager, calendar: Calendar, call_s: float, answered: Answered) -> None:
         self._manager, self._calendar, self._call_s, self._answered = manager, calendar, call_s, answered
@@ -115,7 +115,10 @@ class Ingress:
 
 
 def ingresses(managers: Sequence[Manager], calendar: Calendar, options: Options, answered: Answered) -> list[Ingress]:
-    """Each with its manager. Their calls take from half to one and a half times `call_s`, so that some overtake."""
+    """The ingresses, each with its manager.
+
+    Their calls take from half to one and a half times `call_s`, so that some calls overtake others.
+    """
     number = options.ingresses
     return [
         Ingress(managers[index % len(managers)], calendar, (0.5 + (index + 0.5) / number) * options.call_s, answered)
@@ -124,7 +127,7 @@ def ingresses(managers: Sequence[Manager], calendar: Calendar, options: Options,
 
 
 class Reports:
-    """Has every replica report, as often as it has news at most, and tells the managers after the delay."""
+    """Makes every replica with news report, at most once per interval, and tells the managers after the delay."""
 
     def __init__(
         self, nodes: Sequence[Node], managers: Sequence[Manager], calendar: Calendar, options: Options
@@ -134,11 +137,11 @@ class Reports:
         self._is_over = False
 
     def end(self) -> None:
-        """There is nothing left to decide: nobody needs to know any more."""
+        """Stop the reports, because nothing is left to decide."""
         self._is_over = True
 
     def begin(self, at_s: float) -> None:
-        """All report once, known at once; then in their turns from `at_s` on."""
+        """All replicas report once, and the managers know it at once. From `at_s` on the replicas report in turn."""
         self._deliver([node.reporter.snapshot(0.0) for group in self._groups for node in group])
         for number, group in enumerate(self._groups):
             self._calendar.at(at_s + number / GROUPS * self._options.snapshot_interval_s, self._tick, group)

@@ -1,7 +1,7 @@
-"""A replica's KV memory: blocks in use, and a prefix cache of those that nobody uses, evicted oldest first.
+"""A replica's KV memory: blocks in use, and a prefix cache of unused blocks. The oldest are evicted first.
 
-Only the blocks of a prompt have hashes. What an answer adds is memory, and never found again: a trace does not say
-what the next turn will quote.
+Only the blocks of a prompt have hashes. The blocks of an answer take memory and are never found again, because a trace
+does not say what the next turn will quote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from load_tests.simulator.work import Work
 class BlockMemory:
     """`total` blocks of `block_tokens` tokens. A hashed block counts once, however many sequences hold it.
 
-    `used`: blocks that some sequence holds. `idle`: those that only the cache holds; they give way to new ones.
+    `used`: the blocks that some sequence holds. `idle`: the blocks that only the cache holds; new ones replace them.
     """
 
     def __init__(self, total: int, block_tokens: int) -> None:
@@ -23,7 +23,7 @@ class BlockMemory:
         self.block_tokens = block_tokens
         self.used = 0
         self._holders: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # a plain dict finds its oldest slowly
+        self._idle: OrderedDict[int, None] = OrderedDict()  # a plain dict is slow to find its oldest entry
         self._stored: set[int] = set()
         self._removed: set[int] = set()
 
@@ -32,11 +32,11 @@ class BlockMemory:
         return len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """The number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
     def hits(self, hashes: Sequence[int], most: int) -> int:
-        """Leading blocks that are here, at most `most`."""
+        """The number of leading blocks that are here, at most `most`."""
         count = 0
         for block in hashes[:most]:
             if block not in self._holders and block not in self._idle:
@@ -45,9 +45,9 @@ class BlockMemory:
         return count
 
     def allocate(self, work: Work, tokens: int, reserve: int = 0) -> bool:
-        """Blocks for the first `tokens` tokens of a sequence that holds none, cached ones first. False: no room.
+        """Take blocks for the first `tokens` tokens of a sequence that holds none, cached ones first. False: no room.
 
-        At least one token is left to compute, as in vLLM. `reserve`: blocks that must stay free.
+        At least one token is left to compute, as in vLLM. `reserve`: the number of blocks that must stay free.
         """
         found = self.hits(work.hashes, (tokens - 1) // self.block_tokens)
         hashes = work.hashes[:found]
@@ -63,7 +63,7 @@ class BlockMemory:
         return True
 
     def grow(self, blocks: int) -> None:
-        """So many blocks more are in use; the caller has made sure that there is room."""
+        """Count `blocks` more blocks as used. The caller has made sure that there is room."""
         self.used += blocks
         beyond = self.used + len(self._idle) - self.total
         if beyond > 0:
@@ -71,9 +71,10 @@ class BlockMemory:
             _note(evicted, self._removed, self._stored)
 
     def commit(self, work: Work, tokens: int) -> None:
-        """The KV of a sequence's first `tokens` tokens is computed: its full blocks can be found from now on.
+        """The KV of a sequence's first `tokens` tokens is computed. From now on its full blocks can be found.
 
-        A block that somebody else computed meanwhile stays this one's own, and unnamed from here on.
+        If another sequence has computed the same block meanwhile, this sequence keeps its own copy. From that block on,
+        its blocks are not found by their hashes.
         """
         full = min(tokens // self.block_tokens, len(work.hashes))
         if not work.is_sharing or work.held >= full:
@@ -88,7 +89,7 @@ class BlockMemory:
         _note(work.hashes[begin : work.held], self._stored, self._removed)
 
     def release(self, work: Work, blocks: int) -> None:
-        """A sequence that has `blocks` blocks gives them up; the end of its prompt is to be evicted first."""
+        """A sequence gives up its `blocks` blocks. The end of its prompt is evicted first."""
         self.used -= blocks - work.held
         for block in reversed(work.hashes[: work.held]):
             holders = self._holders[block] - 1
@@ -101,7 +102,7 @@ class BlockMemory:
         work.held, work.is_sharing = 0, True
 
     def changes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The hashes that came and went since the last call."""
+        """The hashes that were added and removed since the last call."""
         stored, removed = tuple(self._stored), tuple(self._removed)
         if stored or removed:
             self._stored, self._removed = set(), set()
@@ -117,7 +118,7 @@ class BlockMemory:
 
 
 def _note(blocks: Sequence[int], news: set[int], opposite: set[int]) -> None:
-    """Blocks came or went. One that came and went between two reports is not worth telling."""
+    """Note that blocks were added or removed. A block that was both between two reports is not reported."""
     undone = opposite.intersection(blocks) if opposite else None
     if undone:
         opposite -= undone

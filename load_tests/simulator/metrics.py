@@ -12,9 +12,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """A priority class: prompts of up to `most_prompt_tokens` ask for it, none: any that no class before it takes.
+    """A priority class for prompts of up to `most_prompt_tokens`; None: for all that no earlier class takes.
 
-    A request is good when its first token came within `ttft_s`, and the others every `tpot_s` on average.
+    A request is good when its first token came within `ttft_s`, and the other tokens came every `tpot_s` on average.
     """
 
     name: str
@@ -24,11 +24,11 @@ class Objectives:
 
 
 Classes = tuple[Objectives, ...]
-"""By prompt length, the shortest first; the last takes what is left."""
+"""Classes by prompt length, the shortest first. The last class takes all other prompts."""
 
 
 def class_of(classes: Classes, prompt_tokens: int) -> Objectives:
-    """The class that a prompt asks for."""
+    """The class of a prompt."""
     for each in classes[:-1]:
         if each.most_prompt_tokens is None or prompt_tokens <= each.most_prompt_tokens:
             return each
@@ -37,7 +37,7 @@ def class_of(classes: Classes, prompt_tokens: int) -> Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. `refused`: why, else "". `pool`: of the replica that wrote its answer. Times in seconds."""
+    """One request. `refused`: the reason, else "". `pool`: of the replica that wrote its answer. Times in seconds."""
 
     at_s: float
     prompt_tokens: int
@@ -51,16 +51,16 @@ class Record:
     mode: str = ""
 
     def meets(self, classes: Classes) -> bool:
-        """Served, and within both objectives of its class."""
+        """Whether the request was served, and within both objectives of its class."""
         objectives = class_of(classes, self.prompt_tokens)
         return not self.refused and self.ttft_s <= objectives.ttft_s and self.tpot_s <= objectives.tpot_s
 
 
 def summarise(records: Sequence[Record], classes: Classes, warmup_share: float = 0.5) -> dict[str, Any]:
-    """Figures over the requests that arrived after the first `warmup_share` of the time; goodput is per second of that.
+    """Figures over the requests that arrived after the first `warmup_share` of the time, which is the warm-up.
 
-    Percentiles are over the served ones, 0.0 where there are none. `whole_*`: over all requests, so that nobody gains
-    by having refused many in the time that does not count.
+    Goodput is per second of the rest. Percentiles are over the served requests, and 0.0 where there are none.
+    `whole_*`: figures over all requests. They show when a policy gains by refusing many requests during the warm-up.
     """
     if not records:
         raise ValueError("no requests")

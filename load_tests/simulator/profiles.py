@@ -31,9 +31,9 @@ NIC_BYTES_PER_S = 50e9
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One kind of replica. `steps`: the true seconds of its steps; `guess`: what it says of them before it has run.
+    """One kind of replica. `steps`: the true time of its steps. `guess`: what it says of them before it has run.
 
-    `kv_bytes`: memory for KV.
+    `kv_bytes`: memory for KV, in bytes.
     """
 
     name: str
@@ -86,7 +86,7 @@ CPU = Profile("cpu", CPU_STEPS, roofline(SMOLLM2, "cpu").coefficients(), 8053063
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Like replicas. `name`: "prefill", or a decode pool's own."""
+    """Replicas of one kind. `name`: "prefill", or the name of a decode pool."""
 
     name: str
     role: Role
@@ -95,13 +95,13 @@ class Pool:
     limits: Limits
 
     def blocks(self, block_tokens: int) -> int:
-        """KV blocks of one replica."""
+        """The number of KV blocks of one replica."""
         return int(self.profile.kv_bytes / self.profile.kv_bytes_per_token / block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A fleet. `hop_s`: from the session manager to a replica, and from a replica to the client."""
+    """A fleet. `hop_s`: seconds from the session manager to a replica, and from a replica to the client."""
 
     pools: tuple[Pool, ...]
     max_model_len: int
@@ -120,7 +120,8 @@ class Cluster:
 def heterogeneous(replicas: int, noise_sigma: float = 0.05, prefill: int | None = None) -> Cluster:
     """Prefill on H100, and two decode pools: three H100 to two H200. 11 of 16 replicas prefill, or `prefill` of all.
 
-    That ratio keeps both sides about equally busy for the two traces, whose prompts are long, where no cache has them.
+    That ratio keeps prefill and decode about equally busy for the two traces, whose prompts are long, where no cache
+    has them.
     """
     decode = max(2, round(replicas * 5 / 16) if prefill is None else replicas - prefill)
     large = max(1, round(decode * 2 / 5))
@@ -137,7 +138,7 @@ def heterogeneous(replicas: int, noise_sigma: float = 0.05, prefill: int | None 
 def cpu_pair(
     prefill: Coefficients = CPU_STEPS, decode: Coefficients = CPU_STEPS, noise_sigma: float = 0.05, hop_s: float = 0.005
 ) -> Cluster:
-    """The real cluster of `configs/cpu-1p1d.yaml`: one engine a core. Steps: fitted to what the engines reported."""
+    """The real cluster of `configs/cpu-1p1d.yaml`: one engine a core. `steps`: fitted to what the engines reported."""
     pools = (
         Pool("prefill", Role.PREFILL, 1, replace(CPU, steps=prefill), Limits(256, 16, noise_sigma=noise_sigma)),
         Pool("main", Role.DECODE, 1, replace(CPU, steps=decode), Limits(256, 32, noise_sigma=noise_sigma)),

@@ -1,7 +1,8 @@
 """One simulated engine: continuous batching with a token budget, chunked prefill, paged memory, a prefix cache.
 
-It follows vLLM's V1. While it only decodes, it goes from one change of its batch to the next in closed form (`Span`). A
-step that prefills is one event. Arrivals are looked at when the step under way ends, as in a real engine.
+It follows vLLM's V1. While it only decodes, it computes in closed form the time until the next change of its batch
+(`Span`). A step that prefills is one event. The engine looks at arrivals when the current step ends, as a real engine
+does.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class Replica:
 
     @property
     def seats_taken(self) -> int:
-        """Sequences that run: those that decode and those that prefill."""
+        """The number of sequences that run: those that decode and those that prefill."""
         return len(self.batch) + len(self.prefilling)
 
     def expect(self, work: Work) -> None:
-        """A sequence that will be submitted later: its call is here, and waits for the offer of decode."""
+        """Note a sequence that will be submitted later: its call is here, and waits for decode's offer."""
         self.sessions[work.session_id] = work
 
     def submit(self, work: Work, now_s: float) -> None:
-        """A sequence to serve."""
+        """Add a sequence to serve."""
         self.sessions[work.session_id] = work
         self.waiting.append(work)
         if not work.loads:
@@ -65,7 +66,7 @@ class Replica:
         self._interrupt(now_s)
 
     def release(self, work: Work, now_s: float) -> None:
-        """The blocks that an ended sequence kept are no longer read."""
+        """The blocks that an ended sequence kept are no longer read: free them."""
         self.memory.release(work, self.memory.blocks_for(work.target))
         self.sessions.pop(work.session_id, None)
         if self.waiting:
@@ -80,7 +81,7 @@ class Replica:
         return steps, self.batch.growth(steps)
 
     def boundary(self, now_s: float) -> Happened:
-        """The step or span under way is over: take its results, and begin the next."""
+        """The current step or span is over: take its results, and begin the next."""
         happened = Happened()
         if self._step is not None:
             self._complete(self._step, happened)
@@ -96,7 +97,7 @@ class Replica:
         return happened
 
     def _interrupt(self, now_s: float) -> None:
-        """Something arrived: look at it when the decode step under way ends, or now when none is under way."""
+        """Something arrived. Look at it when the current decode step ends, or now when there is none."""
         step = self._step
         if step is None:
             self.boundary_s = now_s
@@ -117,7 +118,7 @@ class Replica:
             self._computed(work, tokens, step.begun_s, happened)
 
     def _computed(self, work: Work, tokens: int, begun_s: float, happened: Happened) -> None:
-        """A chunk of a prompt is computed; after the last one the sequence has one token more."""
+        """A chunk of a prompt is computed. After the last chunk the sequence has one more token."""
         begin = work.computed if work.is_offered else 0
         work.is_offered = True  # its cached part goes out with the first chunk
         work.computed += tokens
@@ -145,9 +146,9 @@ class Replica:
         self.log.end(work)
 
     def _make_room(self) -> bool:
-        """The next decode step needs blocks:
+        """Free blocks for the next decode step.
 
-        while too few are free, the newest sequence starts over. True: some did.
+        While too few are free, the newest sequence starts over. Returns whether any did.
         """
         preempted = False
         while len(self.batch) and self.batch.growth(1) > self.memory.total - self.memory.used:
@@ -163,7 +164,7 @@ class Replica:
         return preempted
 
     def _admit(self, happened: Happened) -> None:
-        """Take in waiting sequences, in order, while seats, tokens and blocks last."""
+        """Admit waiting sequences, in order, while seats, tokens and blocks last."""
         reserve, most = self.batch.growth(1), self._most_of_one()
         budget = self._limits.batched_tokens - len(self.batch)
         budget -= sum(min(most, work.target - work.computed) for work in self.prefilling)

@@ -17,7 +17,7 @@ class Reporter:
         self._changes = 0
 
     def snapshot(self, now_s: float) -> ReplicaSnapshot:
-        """Its load now, and what happened since the last one."""
+        """Its load now, and what has happened since the last snapshot."""
         replica = self._replica
         steps, growth = replica.decoded_now(now_s)
         batch, memory = replica.batch, replica.memory

@@ -1,10 +1,10 @@
 """The event loop: clients, allocators, replicas and links on one calendar.
 
-The allocators are the production ones and are called as the session manager calls them: `open` on arrival, `answers`
-after every event that may have freed something and at the next deadline, `prefill_done` and `close` when a replica is
-that far. A session's life is ARCHITECTURE.md's: decode allocates its blocks and offers them, prefill computes and
-writes, the first token goes to the client at once, decode goes on when the KV has landed. Not simulated: failures,
-cancelled requests, timeouts of sessions.
+The allocators are the production ones, and are called as the session manager calls them. `open` is called on arrival.
+`answers` is called after every event that may have freed something, and at the next deadline. `prefill_done` and
+`close` are called when a replica reaches that point. A session's life is as in ARCHITECTURE.md: decode allocates its
+blocks and offers them, prefill computes and writes, the first token goes to the client at once, and decode continues
+when the KV has landed. Not simulated: failures, cancelled requests, timeouts of sessions.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from load_tests.simulator.traces import Trace, TraceRequest
 from load_tests.simulator.work import Work
 
 STUCK_S = 3600.0
-"""Nothing here takes so long after the last arrival, unless it hangs."""
+"""If the simulation runs for so many simulated seconds after the last arrival, it hangs."""
 
 
 class SimulationError(Exception):
-    """The simulated cluster did something that no cluster may."""
+    """The simulated cluster did something that a real cluster cannot do."""
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """A placed request: its part on the owner, and on the helper that prefills for it where it is split.
+    """A placed request: its part on the owner, and its part on the helper that prefills for it where it is split.
 
     `first_s`: when its client had its first token. `landed_s`: when the KV sent so far is at the owner.
     """
@@ -58,7 +58,7 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One record per request, in the order of arrival, and what the replicas counted."""
+    """One record per request, in the order of arrival, and the replicas' counters."""
 
     records: tuple[Record, ...]
     preemptions: int
@@ -68,7 +68,7 @@ class Result:
 
 
 class Simulation:
-    """Plays a trace to a fleet, once."""
+    """Runs a trace on a fleet, once."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Simulation:
         self._unanswered = len(trace.requests)
 
     def run(self) -> Result:
-        """Until every request is served or refused. Raises SimulationError when that does not come to an end."""
+        """Run until every request is served or refused. Raises SimulationError when that never happens."""
         requests = self._trace.requests
         self._reports.begin(self._begin_s)
         self._calendar.at(self._begin_s + requests[0].at_s, self._arrive, 0)
@@ -171,7 +171,7 @@ class Simulation:
             session.helper.reporter.changed = True
 
     def _touched(self, node: Node) -> None:
-        """Something was given to a replica: it has news, and perhaps an earlier boundary."""
+        """A replica was given something. It has news, and its next boundary may be earlier."""
         node.reporter.changed = True
         boundary_s = node.replica.boundary_s
         if boundary_s is not None and boundary_s != node.scheduled_s:
@@ -197,14 +197,14 @@ class Simulation:
                 self._served(session, now_s + self._hop_s)
 
     def _offered(self, session: _Session) -> None:
-        """Decode has the blocks: prefill may begin."""
+        """Decode has the blocks, so prefill may begin."""
         assert session.helper is not None
         assert session.prefill is not None
         session.helper.replica.submit(session.prefill, self._calendar.now_s)
         self._touched(session.helper)
 
     def _send(self, session: _Session, chunk: Chunk) -> None:
-        """A chunk's KV goes out, without what decode has in its cache."""
+        """Send a chunk's KV, without the part that decode has in its cache."""
         sender, receiver = session.helper, session.owner
         assert sender is not None
         tokens = max(chunk.end - max(chunk.begin, session.answer.cached_tokens), 0)

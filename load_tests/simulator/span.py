@@ -1,7 +1,7 @@
-"""Many decode steps of one unchanging batch at once: how long they take, and how far they are at a moment.
+"""Many decode steps of one unchanging batch: how long they take, and how many are done at a given time.
 
-Step k of a batch of S sequences that hold C tokens takes `base + per_token * (C + k * S)` seconds, so n steps take a
-quadratic in n, and n follows from a time by its root.
+Step k of a batch of S sequences that hold C tokens takes `base + per_token * (C + k * S)` seconds. So the time of n
+steps is a quadratic in n, and n follows from a time by its root.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class Span:
     """`base_s`: seconds of a step without its context. `context_s`: seconds per token of context.
 
-    `sequences`: each adds one token of context a step. `context`: tokens at the first step.
+    `sequences`: each adds one token of context per step. `context`: tokens at the first step.
     """
 
     base_s: float
@@ -23,16 +23,16 @@ class Span:
     context: int
 
     def seconds(self, steps: int) -> float:
-        """What the first `steps` steps take together."""
+        """Seconds that the first `steps` steps take together."""
         tokens = steps * self.context + self.sequences * (steps * (steps - 1) // 2)
         return steps * self.base_s + self.context_s * tokens
 
     def step_s(self, step: int) -> float:
-        """What step number `step` takes, counted from 0."""
+        """Seconds that step number `step` takes, counted from 0."""
         return self.base_s + self.context_s * (self.context + step * self.sequences)
 
     def steps_ended(self, elapsed_s: float) -> int:
-        """Steps that are complete after so many seconds."""
+        """The number of steps that are complete after `elapsed_s` seconds."""
         steps = self._root(elapsed_s)
         while steps > 0 and self.seconds(steps) > elapsed_s:
             steps -= 1
@@ -41,7 +41,7 @@ class Span:
         return steps
 
     def _root(self, elapsed_s: float) -> int:
-        """The number of steps by the quadratic formula: right but for rounding."""
+        """The number of steps by the quadratic formula, exact up to rounding."""
         square = self.context_s * self.sequences / 2
         linear = self.base_s + self.context_s * self.context - square
         if square <= 0.0:

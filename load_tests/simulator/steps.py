@@ -1,4 +1,4 @@
-"""What an engine may compute, what it computes now, how long that takes, and what came of it."""
+"""What an engine may compute, what it computes now, how long that takes, and the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from load_tests.simulator.span import Span
 from load_tests.simulator.work import Work
 
 FINISHED_KEPT = 256
-"""The most parts that a snapshot names. A pool that ends more between two snapshots is not simulated here."""
+"""The most ended parts in one snapshot. The simulator has no pool that ends more between two snapshots."""
 
 SAMPLES_KEPT = 4
 """The most step samples in a snapshot: a span of equal steps gives one."""
@@ -45,7 +45,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Happened:
-    """What one boundary between steps brought. `offered`: sequences whose blocks are ready for another replica's KV."""
+    """What one boundary between steps gave. `offered`: sequences whose blocks are ready for another replica's KV."""
 
     chunks: list[Chunk] = field(default_factory=list)
     first: list[Work] = field(default_factory=list)
@@ -55,10 +55,7 @@ class Happened:
 
 @dataclass(slots=True)
 class Step:
-    """What is being computed.
-
-    `steps` decode steps, or one step with `chunks`. `factor`: its times are multiplied by it.
-    """
+    """The current work: `steps` decode steps, or one step with `chunks`. `factor`: its times are multiplied by this."""
 
     begun_s: float
     factor: float
@@ -71,7 +68,7 @@ class Step:
 class Pace:
     """How long the steps of one replica take.
 
-    `speed`: its times are multiplied by it, as replicas are not all alike.
+    `speed`: its times are multiplied by this, because replicas are not all alike.
     """
 
     def __init__(self, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float) -> None:
@@ -97,12 +94,12 @@ class Log:
         self._samples: deque[StepSample] = deque(maxlen=SAMPLES_KEPT)
 
     def end(self, work: Work) -> None:
-        """A part has ended."""
+        """Note that a part has ended."""
         self.finished.append(Finished(work.session_id, work.epoch, work.outputs))
         self.finished_count += 1
 
     def sample(self, step: Step, batch: DecodeBatch) -> None:
-        """A step is over; `batch` is still as it was in it."""
+        """Note that a step is over. `batch` is still as it was during the step."""
         last = step.steps - 1
         self._samples.append(
             StepSample(

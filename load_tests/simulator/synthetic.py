@@ -1,4 +1,4 @@
-"""Traces made from a seed: independent arrivals, bursts, and conversations that come back with all that was said."""
+"""Traces made from a seed: independent arrivals, bursts, and conversations whose turns repeat all that was said."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def burst(
     prompts: Lengths = PROMPTS,
     answers: Lengths = ANSWERS,
 ) -> Trace:
-    """Herds: `size` requests at the same moment, the herds Poisson, the mean rate as given."""
+    """Herds: `size` requests at the same moment. The herds are a Poisson process; the mean rate is the given one."""
     rng = random.Random(seed)
     at_s, requests = 0.0, []
     for index in range(count):
@@ -58,14 +58,14 @@ def burst(
 def conversations(
     requests_per_s: float, count: int, seed: int, turns: int = 5, pause_s: float = 10.0, system_tokens: int = 512
 ) -> Trace:
-    """Conversations of `turns` turns, each prompt the one before with its answer and a new question.
+    """Conversations of `turns` turns. Each prompt is the one before, its answer and a new question.
 
     All begin with the same system prompt. Pauses between the turns are exponential. The rate is reached after a few
-    pauses: at first there are only first turns.
+    pauses, because at first there are only first turns.
     """
     rng = random.Random(seed)
     begun_s, requests = 0.0, []
-    for talk in range(count):  # more than can be needed: late turns of early ones go first
+    for talk in range(count):  # more than needed: late turns of early conversations come first
         begun_s += rng.expovariate(requests_per_s / turns)
         at_s, prompt = begun_s, system_tokens
         for _ in range(turns):

@@ -1,13 +1,13 @@
-"""Traces of requests: public formats read, made ones from a seed, and either scaled to a rate and a size.
+"""Traces of requests: public formats are read, others are made from a seed. Any can be scaled to a rate and a size.
 
-Two formats, told apart by a file's first line:
-
-- Mooncake (FAST '25): JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}`; an id names a
+Two formats; a file's first line tells which:
+- Mooncake (FAST '25): JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}`. An id names a
   block of 512 tokens *and* what came before it, so ids are chained hashes.
-- Azure (LLM inference traces): CSV `TIMESTAMP,ContextTokens,GeneratedTokens`. No hashes: nothing is ever cached.
+- Azure (LLM inference traces): CSV `TIMESTAMP,ContextTokens,GeneratedTokens`. There are no hashes, so nothing is ever
+  cached.
 
-What a client asks for is not in them. It is taken to be the answer's length, rounded up to a power of two, twice, at
-least 256 and at most 8192 tokens: a limit that is far off and knows the order of magnitude.
+The traces do not say how many tokens a client asks for. It is taken to be twice the answer's length after rounding up
+to a power of two, at least 256 and at most 8192 tokens. Such a limit is far off but has the right order of magnitude.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MOONCAKE_BLOCK_TOKENS = 512
 AZURE_BLOCK_TOKENS = 128
 LEAST_MAX_TOKENS, MOST_MAX_TOKENS = 256, 8192
 HASH_BITS = 40
-"""Ids of a trace are below 2^40; the copy that a request belongs to is above them."""
+"""The ids of a trace are below 2^40. The bits above hold the number of the copy that a request belongs to."""
 DEFAULT_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 
 class TraceError(Exception):
-    """A trace is missing, or a line of it is not what it should be."""
+    """A trace is missing, or one of its lines is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """`at_s`: arrival. `hashes`: of the prompt's full blocks, each for all up to it. `client`: whose it is."""
+    """`at_s`: arrival. `hashes`: of the prompt's full blocks, each over all up to its end. `client`: the sender."""
 
     at_s: float
     prompt_tokens: int
@@ -44,24 +44,24 @@ class TraceRequest:
 
     @property
     def max_tokens(self) -> int:
-        """What its client asks for."""
+        """The number of tokens that its client asks for."""
         rounded = 1 << max(self.output_tokens - 1, 0).bit_length()
         return max(self.output_tokens, min(max(2 * rounded, LEAST_MAX_TOKENS), MOST_MAX_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests by arrival, and the block size that their hashes are for."""
+    """Requests in the order of arrival, and the block size of their hashes, in tokens."""
 
     name: str
     block_tokens: int
     requests: tuple[TraceRequest, ...]
 
     def scaled(self, requests_per_s: float, count: int) -> Trace:
-        """The first `count` requests at a mean rate, times compressed or stretched alike.
+        """The first `count` requests at a given mean rate. All times are compressed or stretched alike.
 
-        A trace that is too short is repeated; each repetition has hashes of its own. Compressed times bring the
-        turns of a conversation together: a cache sees them in the same order, and sooner.
+        A trace that is too short is repeated, and each repetition has its own hashes. Compressed times bring the turns
+        of a conversation closer together: a cache sees them in the same order, but sooner.
         """
         if not self.requests:
             raise TraceError(f"trace {self.name} has no requests")
@@ -78,18 +78,18 @@ class Trace:
         return replace(self, requests=tuple(taken))
 
     def fitting(self, max_model_len: int) -> Trace:
-        """Without the requests that no replica could serve."""
+        """The trace without the requests that no replica could serve."""
         kept = tuple(r for r in self.requests if r.prompt_tokens + r.max_tokens <= max_model_len)
         return replace(self, requests=kept)
 
 
 def mooncake(path: Path) -> Trace:
-    """A Mooncake trace. Raises TraceError, with the line, where one is malformed."""
+    """A Mooncake trace. Raises TraceError, which names the line, where one is malformed."""
     return Trace(path.stem, MOONCAKE_BLOCK_TOKENS, tuple(_read(path, _mooncake_requests)))
 
 
 def azure(path: Path) -> Trace:
-    """An Azure trace. Raises TraceError, with the line, where one is malformed."""
+    """An Azure trace. Raises TraceError, which names the line, where one is malformed."""
     return Trace(path.stem, AZURE_BLOCK_TOKENS, tuple(_read(path, _azure_requests)))
 
 

@@ -1,4 +1,4 @@
-"""What a sweep of policies says: how the default one compares where the others begin to miss their objectives."""
+"""The result of a sweep of policies: how the default one compares where the others begin to miss their objectives."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 OURS = "joint"
 MISSES = 0.95
-"""A policy begins to miss its objectives where its goodput is less than this share of what is offered."""
+"""A policy misses its objectives where its goodput is less than this share of the offered load."""
 LEVEL = 0.98
-"""Goodputs that differ by less are alike."""
+"""Goodputs count as equal where the smaller is at least this share of the larger."""
 TWOFOLD = 2.0
 FORMS = (("with_admission", True), ("without_admission", False))
 
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 def knee(rows: Sequence[Row]) -> float | None:
-    """The first load at which even the best other policy misses its objectives; None: it never does."""
+    """The first load at which even the best other policy misses its objectives; None when it never does."""
     others = [row for row in rows if row["policy"] != OURS and not row["admission"]]
     for load in sorted({row["load"] for row in others}):
         shares = [row["goodput"] / row["offered"] for row in others if row["load"] == load]
@@ -27,10 +27,10 @@ def knee(rows: Sequence[Row]) -> float | None:
 
 
 def compare(rows: Sequence[Row]) -> dict[str, Any]:
-    """One trace and fleet: goodput at the knee over that of each other policy, and under twofold overload.
+    """One trace and fleet: our goodput at the knee over that of each other policy, and under twofold overload.
 
-    `goodput_ratio` compares like with like, both with admission or both without, `whole_goodput_ratio` with the time
-    that does not count; `admission_ratio` is ours with admission over everybody without it.
+    `goodput_ratio` compares like with like: both with admission, or both without. `whole_goodput_ratio` does so with
+    the warm-up included. `admission_ratio` compares our policy with admission to every policy without it.
     """
     at = knee(rows)
     found: dict[str, Any] = {"knee_load": at}
@@ -56,13 +56,13 @@ def _ratios(
     but: str = "",
     figure: str = "goodput",
 ) -> dict[str, float | None]:
-    """Our goodput over that of each policy that ran in that form."""
+    """Our goodput divided by that of each policy that ran in that form."""
     others = {policy: row for (policy, form), row in sorted(here.items()) if form is admission and policy != but}
     return {policy: _ratio(ours, row, figure) for policy, row in others.items()} if ours is not None else {}
 
 
 def peak_load(rows: Sequence[Row], admission: bool = True) -> float | None:
-    """The least load at which the default policy's goodput is as high as at any, but for `LEVEL`; None: no rows."""
+    """The lowest load at which the default policy's goodput reaches `LEVEL` of its highest; None without rows."""
     mine = _ours(rows, admission)
     if not mine:
         return None
@@ -71,9 +71,9 @@ def peak_load(rows: Sequence[Row], admission: bool = True) -> float | None:
 
 
 def overload(rows: Sequence[Row]) -> dict[str, Any]:
-    """Goodput at twice the load at which it is highest with admission, over the highest, with admission and without.
+    """Goodput at twice the peak load, as a share of the highest goodput, with admission and without.
 
-    Where that load was not run, there is nothing to say.
+    The peak load is the one found with admission. Where twice that load was not run, the result has no figures.
     """
     peak_at = peak_load(rows)
     found: dict[str, Any] = {"peak_load": peak_at}

@@ -13,9 +13,9 @@ class Work:
 
     `outputs`: tokens to generate here. `reserved`: what its placement reserved here. `loads`: the KV of its prompt
     comes from another replica. `keeps`: its blocks stay after its last token, until `Replica.release`. `generated`:
-    tokens so far, also those of the other replica. `computed`: while it prefills, the tokens of `target` whose KV is
-    there. `target` grows when a preempted sequence computes its answer again. `held`: leading hashed blocks that it
-    holds by their hashes. `is_sharing`: the next full blocks may be found by their hashes too.
+    tokens so far, including those of the other replica. `computed`: while it prefills, the tokens of `target` whose KV
+    is there. `target` grows when a preempted sequence computes its answer again. `held`: the leading hashed blocks that
+    it holds by their hashes. `is_sharing`: whether the next full blocks may also be found by their hashes.
     """
 
     session_id: str
@@ -39,10 +39,10 @@ class Work:
 
     @property
     def context(self) -> int:
-        """Tokens whose KV it holds when it decodes: all but the newest."""
+        """The number of tokens whose KV it holds when it decodes: all but the newest."""
         return self.prompt_tokens + self.generated - 1
 
     @property
     def reservation(self) -> Reservation:
-        """What it may still take."""
+        """The memory that it may still take."""
         return self.reserved.prefilled() if self.generated else self.reserved

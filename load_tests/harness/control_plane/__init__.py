@@ -1,4 +1,4 @@
-"""A control plane in one process, for its tests and for the benchmark `chaos`. These are the names to use of it."""
+"""A control plane in one process, for its tests and for the benchmark `chaos`. Use it by the names listed here."""
 
 from load_tests.harness.control_plane.fleet import (
     BLOCKS,

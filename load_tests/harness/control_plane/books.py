@@ -1,4 +1,4 @@
-"""The books of a control plane: what is open in the core, at the manager and in the engines."""
+"""What a control plane counts as open: in the core, at the manager and in the engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from load_tests.harness.control_plane.gates import GatedEngine
 
 
 async def open_sessions(core: ClusterCore, manager: SessionManager) -> dict[str, Any]:
-    """What the core and the manager have open, by name; empty when nothing is."""
+    """What is open in the core and at the manager, by name; empty when nothing is."""
     status = await manager.ask(Status())
     found = {"core": core.open_sessions, **status["sessions"], "promises": status["promises"]}
     del found["closed"]
@@ -27,7 +27,7 @@ async def held_by_replicas(
     overcommit: float,
     dead: Collection[str],
 ) -> dict[str, Any]:
-    """What the replicas hold, by their own books and by the manager's; empty when nothing is held."""
+    """What the replicas hold, as they and the manager count it; empty when nothing is held."""
     found: dict[str, Any] = {}
     status = await manager.ask(Status())
     loads = {name: each["load"] for pool in status["pools"].values() for name, each in pool["replicas"].items()}

@@ -9,9 +9,9 @@ from typing import Any
 from configs.schema import BatonConfig, ChannelConfig, MockEngineConfig, ModelConfig, PlacementConfig, PoolConfig
 
 WAIT_S = 30.0
-"""The longest time that a request may wait, and a handoff may take, by the configuration."""
+"""The longest time in which a request may wait, and in which a handoff may take place, as configured."""
 PATIENCE_S = 90.0
-"""The longest time that a test waits for what it has brought about."""
+"""The longest time that a test waits for an effect that it has caused."""
 BLOCKS = {"prefill": 256, "decode-small": 144, "decode-large": 288}
 PREFILL, SMALL, LARGE = "prefill-0", "decode-small-0", "decode-large-0"
 REPLICAS = {PREFILL: "prefill", SMALL: "decode-small", LARGE: "decode-large"}
@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 512
 
 
 def config(engine: dict[str, Any] | None = None, scale: int = 1, **placement: Any) -> BatonConfig:
-    """One prefill and two unlike decode pools of fast mock engines, with `scale` times the blocks."""
+    """One prefill pool and two different decode pools of fast mock engines, with `scale` times the blocks."""
     base = MockEngineConfig(
         block_size=4,
         max_num_seqs=32,
@@ -41,8 +41,8 @@ def config(engine: dict[str, Any] | None = None, scale: int = 1, **placement: An
 
 
 async def until(look: Callable[[], Awaitable[Any]], wait_s: float = PATIENCE_S) -> Any:
-    """Ask again until the answer is true, at most for `wait_s`."""
+    """Call `look` until its answer is true, for at most `wait_s`. Returns that answer."""
     async with asyncio.timeout(wait_s):
-        while not (seen := await look()):  # noqa: ASYNC110 - few of the things looked at have an event
+        while not (seen := await look()):  # noqa: ASYNC110 - most of what is looked at has no event
             await asyncio.sleep(0.002)
     return seen

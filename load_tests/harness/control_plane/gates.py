@@ -1,4 +1,4 @@
-"""Engines and KV planes of the mock kind that a test can stop, slow down, break and fill."""
+"""Mock engines and KV planes that a test can stop, slow down, break and fill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transfer.memory.plane import PlaneError, WriteState
 
 
 class GatedPlane(InProcessPlane):
-    """A KV plane that a test holds up: while `shut`, writes stay under way; while `broken`, they fail."""
+    """A KV plane that a test controls. While `shut` is set, writes do not end. While `broken` is set, writes fail."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -38,10 +38,10 @@ class GatedPlane(InProcessPlane):
 
 
 class GatedEngine(MockEngine):
-    """A mock engine that a test holds up.
+    """A mock engine that a test controls.
 
-    It computes nothing while `go` is clear; `stopped` is set when it has work and waits for `go`. `is_deaf`: it answers
-    no question, like an engine in an endless step. `slower_s`: added to each step.
+    It computes nothing while `go` is clear. It sets `stopped` when it has work and waits for `go`. `is_deaf`: it
+    answers no question, like an engine in an endless step. `slower_s`: seconds added to each step.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -78,11 +78,11 @@ class GatedEngine(MockEngine):
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold, by the engine's own books."""
+        """The number of blocks that sequences hold, as the engine counts them."""
         return self._scheduler.used_blocks
 
     def fill(self) -> Callable[[], None]:
-        """Take every free block away. Returns a function that gives them back."""
+        """Take every free block. Returns a function that gives them back."""
         free = self._scheduler._free
         taken = tuple(free)
         free.clear()

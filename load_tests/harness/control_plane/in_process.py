@@ -1,4 +1,4 @@
-"""A whole control plane in one process, without Ray: every part is the real one but the engines, which are mocks."""
+"""A whole control plane in one process, without Ray. Every part is the real one except the engines, which are mocks."""
 
 from __future__ import annotations
 
@@ -107,16 +107,16 @@ class InProcess:
         return all(loads.get(replica_id) for replica_id in replica_ids)
 
     def lose_manager(self) -> None:
-        """The session manager dies with all that it knew."""
+        """The session manager dies, and everything that it knew is lost."""
         self.manager_port.lose()
 
     def restart_manager(self) -> None:
-        """Another session manager takes its place."""
+        """A new session manager takes its place."""
         self.manager = SessionManager(self._config, listen_s=LISTEN_S)
         self.manager_port.restart(self.manager)
 
     def kill_ingress(self) -> None:
-        """The ingress dies with all that it knew, and another takes its place. No other process is told."""
+        """The ingress dies and loses all that it knew, and a new one takes its place. No other process is told."""
         self.end_ingress()
         for answer in self.answers.values():
             if answer.reason is None:
@@ -125,7 +125,7 @@ class InProcess:
         self._ingress = self._new_ingress()
 
     def end_ingress(self) -> None:
-        """The ingress dies, and there is none."""
+        """The ingress dies, and no other takes its place."""
         self._ingress.kill()
 
     async def close(self) -> None:
@@ -145,21 +145,21 @@ class InProcess:
         return answer
 
     def forget(self, answer: Answer) -> None:
-        """Keep nothing of a request that is over, nor of its tasks."""
+        """Forget a request that is over, and its tasks."""
         del self.answers[answer.request_id]
         for pool in self.pools.values():
             pool.tasks.clear()
 
     async def abort(self, answer: Answer) -> None:
-        """The request's client goes away."""
+        """The client of the request disconnects."""
         await self.core.abort_requests_async([answer.request_id])
 
     async def answer(self, prompt: Sequence[int], **sampling: Any) -> Answer:
-        """Ask, and wait for the end."""
+        """Add a request, and wait for the end of its answer."""
         return await (await self.ask(prompt, **sampling)).over()
 
     async def local(self, prompt: Sequence[int], **sampling: Any) -> list[int]:
-        """What one decode replica answers by itself."""
+        """The answer of one decode replica alone."""
         answer = await self.answer(prompt, **{**sampling, "prompt_logprobs": 0})
         assert answer.context.rules == {"prompt_logprobs"}
         return answer.tokens
@@ -178,7 +178,7 @@ class InProcess:
         return placed
 
     async def queued(self, count: int) -> None:
-        """Wait until so many requests wait for a place."""
+        """Wait until `count` requests wait for a place."""
 
         async def look() -> bool:
             return bool((await self.manager.ask(Status()))["sessions"]["queued"] == count)
@@ -190,7 +190,7 @@ class InProcess:
         await asyncio.wait_for(self.engines[replica_id].stopped.wait(), WAIT_S)
 
     async def kill(self, replica_id: str) -> None:
-        """End an engine and its KV channel in the middle of their work, and wait until its replica is unhealthy."""
+        """Kill an engine and its KV channel during their work, and wait until its replica is unhealthy."""
         await self.engines[replica_id].shutdown()
 
         async def look() -> bool:
@@ -203,16 +203,16 @@ class InProcess:
         await until(look)
 
     async def bury(self, replica_id: str) -> None:
-        """Stop what is left of a replica, and forget it."""
+        """Stop what is left of a replica, and remove it."""
         await asyncio.wait_for(self.replicas.pop(replica_id).stop(), WAIT_S)
         del self.engines[replica_id], self.planes[replica_id]
 
     async def closed(self) -> None:
-        """Wait until the core and the manager have no open session, whatever the engines still have to do."""
+        """Wait until the core and the manager have no open session. The engines may still have work."""
         await self._until_nothing(lambda: open_sessions(self.core, self.manager))
 
     async def settle(self, dead: Collection[str] = (), wait_s: float = PATIENCE_S) -> None:
-        """Wait until nothing is open anywhere and every block is free, by the engines' and the manager's books."""
+        """Wait until nothing is open anywhere and the engines and the manager count every block as free."""
         await self._until_nothing(lambda: self._left(dead), wait_s)
         assert not [answer.surplus for answer in self.answers.values() if answer.surplus]
 
@@ -243,7 +243,7 @@ async def in_process(
     limits: Limits | None = None,
     manager_timings: ManagerTimings = TIMINGS,
 ) -> AsyncIterator[InProcess]:
-    """A control plane with these replicas up, closed at the end."""
+    """A control plane with these replicas ready; it is closed at the end."""
     cluster = InProcess(config, timings, limits, manager_timings)
     try:
         await cluster.start(*replica_ids)

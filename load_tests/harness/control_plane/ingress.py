@@ -1,4 +1,4 @@
-"""One ingress of the control plane: the cluster core with its stand-in, and a frontend that takes the outputs."""
+"""One ingress of the control plane: the cluster core with its stand-in, and a frontend that receives the outputs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from load_tests.harness.control_plane.ports import Line, ManagerLine, ManagerPor
 
 @dataclass
 class Answer:
-    """What the frontend gets for one request, and when.
+    """What the frontend receives for one request, and when.
 
-    `surplus`: outputs that came after the last one. `cut`: its ingress died before the end. `times_s`: when each output
-    came, by the monotonic clock.
+    `surplus`: outputs that came after the last one. `cut`: its ingress died before the end. `times_s`: the time of each
+    output, by the monotonic clock.
     """
 
     request_id: str
@@ -65,7 +65,7 @@ class Answer:
         self.news.set()
 
     async def has(self, tokens: int) -> Answer:
-        """Wait for so many tokens."""
+        """Wait until the answer has `tokens` tokens."""
         await self._until(lambda: len(self.tokens) >= tokens)
         return self
 
@@ -82,7 +82,7 @@ class Answer:
 
 
 class Ingress:
-    """A cluster core whose calls to the pools and the manager can be cut. `answers`: filled in as outputs come."""
+    """A cluster core whose calls to the pools and the manager can be cut. `answers` fills as outputs arrive."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class Ingress:
         self._reader = asyncio.create_task(self._read())
 
     def shutdown(self) -> None:
-        """Shut the core down, as the process does that ends."""
+        """Shut the core down, as a process does that ends normally."""
         self.core.shutdown()
         self.stand_in.shutdown()
 
     def kill(self) -> None:
-        """The process dies: nothing goes out any more, and open calls run on."""
+        """The process dies: it sends nothing any more, and its open calls continue on the replicas."""
         self._manager_line.is_cut = True
         for line in self._lines.values():
             line.is_cut = True

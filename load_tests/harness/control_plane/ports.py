@@ -1,7 +1,7 @@
-"""Direct ports in place of Serve handles and of connections to the manager.
+"""Direct ports that replace Serve handles and connections to the manager.
 
-What is said is encoded, as on its way between processes. A cancelled call is cancelled on the replica
-without waiting for it, as Serve does.
+Messages are encoded, as they are between processes. When a call is cancelled, the call on the replica is cancelled too,
+and nothing waits for its end, as in Serve.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from deployments.replica.replica import Replica
 
 
 class ManagerPort:
-    """The session manager's port, as its connections are.
+    """The session manager's port. It behaves as the connections to the manager do.
 
-    A call that is open when the manager dies ends with an error at once. A call that comes while there is no manager
-    waits for the next one.
+    A call that is open when the manager dies fails at once. A call that is made while there is no manager waits for the
+    next manager.
     """
 
     def __init__(self, manager: SessionManager) -> None:
@@ -39,7 +39,7 @@ class ManagerPort:
         self._dead.set()
 
     def restart(self, manager: SessionManager) -> None:
-        """Another manager takes its place."""
+        """A new manager takes its place."""
         self._manager, self._dead = manager, asyncio.Event()
         self._born.set()
 
@@ -59,7 +59,7 @@ class ManagerPort:
 
 
 class Pool:
-    """A pool's port. `error`: raised instead of a call. `reply_to`: the address that outputs go to instead."""
+    """A pool's port. `error`: every call raises it. `reply_to`: outputs go to this address instead."""
 
     def __init__(self, replicas: dict[str, Replica]) -> None:
         self._replicas = replicas
@@ -91,7 +91,7 @@ class Pool:
 
 
 class ManagerLine:
-    """The calls of one ingress to the session manager. Once it is cut, because the ingress died, every call fails."""
+    """The calls of one ingress to the session manager. After it is cut, because the ingress died, every call fails."""
 
     def __init__(self, port: ManagerPort) -> None:
         self._port, self.is_cut = port, False
@@ -104,7 +104,7 @@ class ManagerLine:
 
 
 class Line:
-    """The calls of one ingress to a pool. Once it is cut, because the ingress died, its open calls run on."""
+    """The calls of one ingress to a pool. After it is cut, because the ingress died, its open calls continue."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self.is_cut = pool, False

@@ -1,1 +1,1 @@
-"""Engine cores without Ray and HTTP, for what can only be measured beneath both."""
+"""Engine cores without Ray and HTTP, for measurements below both."""

@@ -1,15 +1,15 @@
-"""vLLM's own NIXL connectors with a timeline. They behave as vLLM's; nothing is moved otherwise or at another time.
+"""vLLM's own NIXL connectors with a timeline. What they move, and when, stays as in vLLM.
 
 The events are those of `transfer/channel/trace.py`, one file per engine:
-
-- `forward_end` (prefill; `computed` tokens): in `wait_for_save`, where Baton's connector says it too.
+- `forward_end` (prefill; `computed` tokens): in `wait_for_save`, where Baton's connector writes it too.
 - `posted`: just before vLLM posts a READ (pull, decode side) or a WRITE (push, prefill side).
-- `received` (decode). Pull: the engine's step that finds the READ done; vLLM looks once a step, which is about once a
-  millisecond while it only waits. Push: prefill's notification has come out of NIXL on the worker's writer thread,
-  which is before the engine's step learns of it.
+- `received` (decode). Pull: the engine's step that finds the READ done. vLLM looks once a step, which is about once a
+  millisecond while it only waits. Push: prefill's notification has come out of NIXL on the worker's writer thread. The
+  engine's step learns of it later.
 - `moved` (`bytes`): NIXL's own telemetry of the transfer, on the side that posted it.
 
-Loaded by `kv_connector_module_path`. `kv_connector_extra_config` holds `trace_dir`, `trace_name`, `side_channel_port`.
+`kv_connector_module_path` loads this module. `kv_connector_extra_config` holds `trace_dir`, `trace_name`,
+`side_channel_port`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Measured:
-    """What both connectors have in common; goes before vLLM's class in the bases."""
+    """What both connectors share. It comes before vLLM's class in the list of base classes."""
 
     kv_transfer_config: Any
     connector_worker: Any
@@ -58,7 +58,7 @@ class Measured:
         self.watch(self.connector_worker)
 
     def watch(self, worker: Any) -> None:
-        """Put the trace around what posts transfers."""
+        """Wrap the functions that post transfers, so that they write the trace."""
         raise NotImplementedError
 
     @property
@@ -88,7 +88,7 @@ class Measured:
         return results
 
     def get_kv_connector_stats(self) -> Any:
-        """vLLM asks for them right after the results, and only then are they of these requests."""
+        """vLLM asks for the statistics right after the results. Only then do they belong to these requests."""
         stats = super().get_kv_connector_stats()  # type: ignore[misc]  # as above
         if stats is not None and (sizes := stats.data["bytes_transferred"]):
             for request_id in self._done:
@@ -97,7 +97,7 @@ class Measured:
 
 
 class MeasuredPullConnector(Measured, NixlPullConnector):
-    """Decode READs when the prefill is over."""
+    """Decode READs the KV when the prefill is over."""
 
     def watch(self, worker: Any) -> None:
         worker._read_blocks = _announced(worker._read_blocks, self._trace)
@@ -110,7 +110,7 @@ class MeasuredPullConnector(Measured, NixlPullConnector):
 
 
 class MeasuredPushConnector(Measured, NixlPushConnector):
-    """Prefill WRITEs when the prefill is over."""
+    """Prefill WRITEs the KV when the prefill is over."""
 
     def watch(self, worker: Any) -> None:
         worker._xfer_blocks = _announced(worker._xfer_blocks, self._trace)

@@ -1,4 +1,4 @@
-"""An engine core as `deployments/engine/vllm` starts it, with one of vLLM's NIXL connectors in place of ours."""
+"""An engine core as `deployments/engine/vllm` starts it, with one of vLLM's NIXL connectors instead of Baton's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENGINE_TTL_S = 86400.0
 
 
 class NixlEngine(VllmEngine):
-    """`connector`: a class of `nixl_connectors.py`. `port`: of vLLM's handshakes, one per engine."""
+    """`connector`: a class in `nixl_connectors.py`. `port`: the port of vLLM's handshakes, one per engine."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class NixlEngine(VllmEngine):
         self.name, self.port, self._connector = name, port, connector
 
     async def _endpoints(self) -> list[str]:
-        return []  # of our channel, which there is none of
+        return []  # Baton's channel does not run here
 
     def _transfer(self) -> KVTransferConfig:
         return KVTransferConfig(
@@ -49,13 +49,13 @@ class NixlEngine(VllmEngine):
                 "trace_dir": self._arguments.channel.trace_dir,
                 "trace_name": self.name,
                 "side_channel_port": self.port,
-                "engine_ttl": ENGINE_TTL_S,  # a pause must not cost a handshake
+                "engine_ttl": ENGINE_TTL_S,  # long, so that a paused pair needs no new handshake
             },
         )
 
 
 def settings(engine: Engine) -> dict[str, str]:
-    """What vLLM has made of a started engine's arguments: of that which must be alike to compare two."""
+    """The settings that vLLM derived from a started engine's arguments, and that must be equal in compared engines."""
     assert isinstance(engine, VllmEngine)
     config = engine._engine.vllm_config
     scheduler = config.scheduler_config

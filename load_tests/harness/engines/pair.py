@@ -24,13 +24,13 @@ from load_tests.report.handoffs import Event
 
 ANSWER_TIMEOUT_S = 300.0
 SAMPLES_KEPT = 1000
-TRACE_DELAY_S = 0.05  # the side that is not waited for may still have a line to write
+TRACE_DELAY_S = 0.05  # nothing waits for the other side, which may still have a line to write
 HOST = "localhost"
 
 
 @dataclass
 class Answer:
-    """What an engine gave for a request. Times are of `time.monotonic()`; `scheduled_s` is the engine's own."""
+    """An engine's answer to a request. Times are of `time.monotonic()`; the engine itself gives `scheduled_s`."""
 
     scheduled_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Answer:
 
     @property
     def prefill_s(self) -> float:
-        """Seconds from the first chunk scheduled to the first token received here."""
+        """Seconds from the scheduling of the first chunk to the arrival of the first token here."""
         return self.times_s[0] - self.scheduled_s
 
     @property
@@ -50,7 +50,7 @@ class Answer:
 
 
 class Core:
-    """A started engine core, its steps taken by one task. `samples`: the last ones, as the engine tells of them."""
+    """A started engine core; one task takes its steps. `samples`: the engine's newest step samples."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self.engine, self.info = engine, info
@@ -69,7 +69,7 @@ class Core:
         await self.engine.add(tuple(bytes(frame) for frame in self._encoder.encode(request)))
 
     async def answer(self, request_id: str) -> Answer:
-        """The request's answer once it is whole. Raises EngineError or TimeoutError."""
+        """Wait for the whole answer of the request. Raises EngineError or TimeoutError."""
         answer = self._answers[request_id]
         ended = asyncio.create_task(answer.ended.wait())
         try:
@@ -115,9 +115,10 @@ def _take(answer: Answer, output: EngineCoreOutput, now: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request that was served. Times are of tokens as received here.
+    """One request that was served. Times are those at which tokens arrived here.
 
-    `handoff_s`: from prefill's token to decode's first own. `step_s`: the mean of decode's gaps after that.
+    `handoff_s`: from prefill's token to decode's first own token. `step_s`: the mean time between decode's tokens after
+    that.
     """
 
     request_id: str
@@ -130,7 +131,7 @@ class Served:
 
 
 class Pair(ABC):
-    """A prefill and a decode core. `pids`: their processes. `trace_dir`: where both write their timelines."""
+    """A prefill and a decode core. `pids`: their processes. `trace_dir`: the folder of both timelines."""
 
     def __init__(self, name: str, prefill: Core, decode: Core, pids: set[int], trace_dir: Path) -> None:
         self.name, self.prefill, self.decode, self.pids = name, prefill, decode, pids
@@ -138,10 +139,10 @@ class Pair(ABC):
 
     @abstractmethod
     async def _hand_over(self, request_id: str, prompt: Sequence[int], own_tokens: int) -> tuple[Answer, Answer]:
-        """Prefill on one core, `own_tokens` more tokens on the other: both answers."""
+        """Prefill on one core, and `own_tokens` more tokens on the other. Returns both answers."""
 
     async def serve(self, request_id: str, prompt: Sequence[int], own_tokens: int) -> Served:
-        """Serve one request split, and say what it took."""
+        """Serve one request split, and return its times."""
         self._new_events()
         before_s = cpu_s(self.pids)
         first, rest = await self._hand_over(request_id, prompt, own_tokens)
@@ -158,7 +159,7 @@ class Pair(ABC):
         )
 
     async def serve_alone(self, request_id: str, prompt: Sequence[int], own_tokens: int) -> Served:
-        """Serve one request on the prefill core alone: what the same work costs without a transfer."""
+        """Serve one request on the prefill core alone: the cost of the same work without a transfer."""
         before_s = cpu_s(self.pids)
         await self.prefill.add(request_id, prompt, own_tokens + 1)
         answer = await self.prefill.answer(request_id)
@@ -180,7 +181,7 @@ class Pair(ABC):
 
 
 class BatonPair(Pair):
-    """Baton's connector, in the order in which the cluster core starts a session: decode, then prefill."""
+    """Baton's connector. The calls come in the cluster core's order: decode, then prefill."""
 
     async def _hand_over(self, request_id: str, prompt: Sequence[int], own_tokens: int) -> tuple[Answer, Answer]:
         part = {"session": request_id, "epoch": 1}
@@ -192,7 +193,7 @@ class BatonPair(Pair):
 
 
 class PullPair(Pair):
-    """vLLM's NixlPullConnector, as its proxies drive it: decode is asked with what prefill answered."""
+    """vLLM's NixlPullConnector, called as vLLM's proxies call it: decode's request carries prefill's answer."""
 
     async def _hand_over(self, request_id: str, prompt: Sequence[int], own_tokens: int) -> tuple[Answer, Answer]:
         await self.prefill.add(request_id, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
@@ -202,7 +203,7 @@ class PullPair(Pair):
 
 
 class PushPair(Pair):
-    """vLLM's NixlPushConnector at its best: decode registers its blocks before the prefill is over."""
+    """vLLM's NixlPushConnector in its fastest order: decode registers its blocks before the prefill is over."""
 
     async def _hand_over(self, request_id: str, prompt: Sequence[int], own_tokens: int) -> tuple[Answer, Answer]:
         engine = self.prefill.engine

@@ -1,4 +1,4 @@
-"""The systems of the transfer benchmark, all started, one running at a time."""
+"""The systems of the transfer benchmark: all are started, and one runs at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class RigError(Exception):
 
 
 def configuration(longest_prompt: int, chunk_tokens: int) -> BatonConfig:
-    """One prefill and one decode engine with the same arguments, on CPU, and KV memory for one request and a few."""
+    """One prefill and one decode engine with the same arguments, on CPU.
+
+    Their KV memory holds one request and a few more.
+    """
     model = ModelConfig(dtype="float32", max_model_len=longest_prompt + ANSWER_TOKENS)
     layers, layer_block_bytes = kv_shape(model)
     engine = VllmEngineConfig(
@@ -49,19 +52,19 @@ def configuration(longest_prompt: int, chunk_tokens: int) -> BatonConfig:
 
 
 def blocks(tokens: int) -> int:
-    """KV blocks that so many tokens take."""
+    """The number of KV blocks that `tokens` tokens take."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 def kv_shape(model: ModelConfig) -> tuple[int, int]:
-    """Layers, and bytes of one block in one of them."""
+    """The number of layers, and the bytes of one block in one layer."""
     facts = json.loads((Path(resolve(model.source, model.cache_dir or DEFAULT_CACHE_DIR)) / "config.json").read_text())
     values = 2 * facts["num_key_value_heads"] * facts["head_dim"]
     return facts["num_hidden_layers"], values * FLOAT32_BYTES * BLOCK_TOKENS
 
 
 class Rig:
-    """Starts pairs one after another, and pauses every pair but the one in use: an idle vLLM replica spins."""
+    """Starts pairs one after another, and pauses all but the one in use, because an idle vLLM replica uses CPU."""
 
     def __init__(self, config: BatonConfig, trace_dir: Path) -> None:
         self.config, self._trace_dir = config, trace_dir
@@ -70,7 +73,7 @@ class Rig:
         os.environ.update(environment(config, "prefill"))
 
     async def start(self, system: str) -> None:
-        """Start one system's two engines, the other systems paused."""
+        """Start one system's two engines while the other systems are paused."""
         before = descendants(os.getpid())
         engines = [self._engine(system, role) for role in (Role.PREFILL, Role.DECODE)]
         try:
@@ -106,7 +109,7 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def turn(self, system: str) -> AsyncIterator[Pair]:
-        """Let this system run, and pause it afterwards."""
+        """Resume this system, and pause it afterwards."""
         pair = self.pairs[system]
         resume(pair.pids)
         try:
@@ -116,21 +119,21 @@ class Rig:
             pause(pair.pids)
 
     def common_settings(self) -> dict[str, str]:
-        """What all engines were started with. Raises RigError when they differ."""
+        """The settings of all engines. Raises RigError when they differ."""
         found = [settings(core.engine) for pair in self.pairs.values() for core in (pair.prefill, pair.decode)]
         if unlike := [other for other in found if other != found[0]]:
             raise RigError(f"the engines differ: {found[0]} and {unlike[0]}")
         return found[0]
 
     async def idle_cores(self, system: str, seconds: float) -> float:
-        """CPU of one idle replica in cores: the mean of the two, over so many seconds."""
+        """The CPU that one idle replica uses, in cores: the mean of the two replicas over `seconds` seconds."""
         async with self.turn(system) as pair:
             before_s = cpu_s(pair.pids)
             await asyncio.sleep(seconds)
             return (cpu_s(pair.pids) - before_s) / seconds / 2
 
     async def close(self) -> None:
-        """End every engine; what does not end by itself is killed."""
+        """End every engine. A process that does not end by itself is killed."""
         engines = descendants(os.getpid()) - {self._guard.pid}
         self._guard.watch(engines)
         named = shared_memory_of(engines, (*PREFIXES, SEMAPHORES))

@@ -1,4 +1,4 @@
-"""One engine core by itself, and what its steps take by what is in them."""
+"""One engine core alone, and the time of its steps by their content."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ID = "tune"
 
 
 class SoloError(Exception):
-    """The engine does not do what it is asked; the message says what it did."""
+    """The engine does not do what it is asked to do. The message says what it did."""
 
 
 class Solo:
-    """Asks one engine for steps of a known content. Prompts are random: no cache has them."""
+    """Asks one engine for steps with a known content. Prompts are random, so no cache has them."""
 
     def __init__(self, core: Core, seed: int) -> None:
         self._core, self._rng = core, random.Random(seed)
@@ -43,8 +43,9 @@ class Solo:
     async def chunked(self, chunk: int, prompt_tokens: int) -> list[float]:
         """Seconds of each step in which a new prompt is computed `chunk` tokens at a time.
 
-        The engine itself takes larger chunks. It is asked for ever longer beginnings of the prompt, of which its prefix
-        cache has all but the last `chunk` tokens; that must be whole blocks. Raises SoloError.
+        The engine itself takes larger chunks. So it is asked for longer and longer beginnings of the prompt. Its prefix
+        cache has all of each beginning except the last `chunk` tokens. `chunk` must be a whole number of blocks. Raises
+        SoloError.
         """
         tokens, found = prompt(self._rng, prompt_tokens), []
         for end in range(chunk, prompt_tokens + 1, chunk):
@@ -57,7 +58,7 @@ class Solo:
         return found
 
     async def decoding(self, sequences: int, prompt_tokens: int) -> float:
-        """Seconds of a step in which so many sequences decode, the median of some; they go on."""
+        """Median seconds of a step in which `sequences` sequences decode. They continue afterwards."""
         while len(self._running) < sequences:
             limit = self.info.max_model_len - prompt_tokens
             self._running.append(await self._ask(prompt(self._rng, prompt_tokens), limit))
@@ -66,7 +67,7 @@ class Solo:
         return median([step.seconds for step in steps[STEPS_SKIPPED:]])
 
     async def beside(self, chunk: int) -> float:
-        """Seconds of a step that computes `chunk` prompt tokens beside all sequences that decode."""
+        """Seconds of a step that computes `chunk` prompt tokens while all running sequences decode."""
         self._core.samples.clear()
         asked = await self._ask(prompt(self._rng, chunk), 1)
         steps = await self._until(lambda step: _is(step, len(self._running), chunk), 1)
@@ -74,7 +75,7 @@ class Solo:
         return steps[0].seconds
 
     async def keep_decoding(self, sequences: int) -> None:
-        """End all but so many of those that decode."""
+        """Keep `sequences` of the sequences that decode, and end the others."""
         self._running, ended = self._running[:sequences], self._running[sequences:]
         await self._core.engine.abort(ended)
 
@@ -85,7 +86,7 @@ class Solo:
         return request_id
 
     async def _until(self, wanted: Callable[[StepSample], bool], count: int) -> list[StepSample]:
-        """The first steps of a kind. Raises SoloError when they do not come."""
+        """The first `count` steps of the wanted kind. Raises SoloError when they do not come."""
         try:
             async with asyncio.timeout(STEP_TIMEOUT_S):
                 while len(found := [step for step in self._core.samples if wanted(step)]) < count:
@@ -102,7 +103,7 @@ def _is(step: StepSample, sequences: int, prefill_tokens: int) -> bool:
 
 @contextlib.contextmanager
 def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """These variables for as long as an engine is measured: the next one may be a variant without them."""
+    """Set these variables while an engine is measured. The next engine may be a variant without them."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -123,7 +124,7 @@ async def solo(config: BatonConfig, pool: str, seed: int) -> AsyncIterator[Solo]
             info = await engine.start()
         finally:
             made = descendants(os.getpid()) - before - {guard.pid}
-            guard.watch(pid for pid in made if "resource_tracker" not in title(pid))  # that one is ours, and goes on
+            guard.watch(pid for pid in made if "resource_tracker" not in title(pid))  # that tracker is this process's
         core = Core(engine, info)
         try:
             yield Solo(core, seed)

@@ -1,1 +1,1 @@
-"""What people would use instead of Baton, started as a user would start it, and Baton itself, all alike."""
+"""The alternatives to Baton, each started as a user starts it, and Baton itself, started alike."""

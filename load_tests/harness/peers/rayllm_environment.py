@@ -1,6 +1,7 @@
-"""An environment for Ray Serve LLM: ours, and beside it the packages of Ray's `llm` extra that ours lacks.
+"""An environment for Ray Serve LLM: Baton's packages, and the missing packages of Ray's `llm` extra.
 
-It shares our site-packages, so that Ray, vLLM, torch and NIXL are the same; what it adds does not get into ours.
+It shares the site-packages of Baton's environment, so that Ray, vLLM, torch and NIXL are the same. What it adds does
+not enter Baton's environment.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from pathlib import Path
 
 from load_tests.harness.application import ROOT
 
-# What `import ray.serve.llm` asks for beside ray[serve] and vLLM.
+# What `import ray.serve.llm` needs besides ray[serve] and vLLM.
 PACKAGES = ("jsonref==1.1.0", "pandas==3.1.1", "pyarrow==26.0.1")
 INSTALL_TIMEOUT_S = 600.0
 
 
 def python(folder: Path | None = None) -> Path:
-    """The environment's interpreter; made at first, or after the packages above or our environment have changed."""
+    """The environment's interpreter.
+
+    The environment is made on first use, and again after the packages above or Baton's environment have changed.
+    """
     ours = sysconfig.get_paths()["purelib"]
     key = hashlib.sha256("\n".join((*PACKAGES, ours, sys.version)).encode()).hexdigest()[:12]
     environment = (folder or ROOT / ".cache" / "peers") / f"rayllm-{key}"

@@ -1,7 +1,6 @@
 """What every peer of a run is started with: one model, one set of engine arguments, one set of thread settings.
 
-They are read from a Baton configuration with vLLM engines, so that a figure is about the peers and not about their
-arguments.
+They come from a Baton configuration with vLLM engines. So a measurement compares the peers and not their arguments.
 """
 
 from __future__ import annotations
@@ -22,8 +21,11 @@ DEFAULT_CONFIG = ROOT / "configs" / "cpu-1p1d.yaml"
 
 @dataclass(frozen=True)
 class Settings:
-    """`serve`: the `serve run` file of Baton. `path`: the checkpoint. `arguments`: of every engine, by vLLM's names in
-    Python. `environment`: of every engine's processes."""
+    """What every peer is started with.
+
+    `serve`: Baton's `serve run` file. `path`: the checkpoint. `arguments`: those of every engine, by vLLM's names in
+    Python. `environment`: the variables of every engine's processes.
+    """
 
     serve: Mapping[str, Any]
     name: str
@@ -33,10 +35,11 @@ class Settings:
 
 
 def settings(file: Path | None = None) -> Settings:
-    """From a configuration; none: `configs/cpu-1p1d.yaml` with the default placement, which splits what gains by it.
+    """The settings from a configuration file.
 
-    The peers' engines are alike and take the larger of prefill's and decode's limits of sequences. The chunk of a step
-    is not among the arguments: a role of Baton has its own, a peer vLLM's default.
+    Without a file they come from `configs/cpu-1p1d.yaml` with the default placement, which splits the requests that
+    gain from it. The peers' engines are alike. Their limit of sequences is the larger of prefill's and decode's. The
+    chunk of a step is not among the arguments: each role of Baton has its own, and a peer has vLLM's default.
     """
     serve = yaml.safe_load((file or DEFAULT_CONFIG).read_text())
     if file is None:

@@ -36,7 +36,7 @@ class Answer:
 
     @property
     def continuation_rule(self) -> str:
-        """Why the answer, once begun, cannot go on elsewhere; "" when it can."""
+        """Why an answer that has begun cannot continue on another replica; "" when it can."""
         return continuation_rule(traits(self.request))
 
     def remainder(self, number: int, moved_from: str, after_progress: bool) -> Remainder:

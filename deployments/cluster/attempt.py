@@ -237,7 +237,7 @@ class Attempt:
     # ---- over
 
     def replica_lost(self, role: Role, detail: str, notice: asyncio.Task[None]) -> None:
-        """A replica does not carry its part through. `notice`: the manager is being told."""
+        """A replica does not finish its part. `notice`: the task that tells the manager."""
         self._notices.append(notice)
         self._apply(self.session.replica_lost(role, detail))
 
@@ -250,7 +250,7 @@ class Attempt:
     async def end(self) -> None:
         """End what is still open of a lost attempt, and release what was reserved for it."""
         await self.end_calls()
-        await asyncio.gather(*self._notices, return_exceptions=True)  # nothing is placed on what is known as lost
+        await asyncio.gather(*self._notices, return_exceptions=True)  # then nothing is placed on the lost replicas
         self.release()
 
     async def let_calls_end(self) -> None:

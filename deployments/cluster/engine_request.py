@@ -32,7 +32,7 @@ FINISH = {
 class Remainder:
     """What is left of a request when an attempt begins; for the first attempt that is all of it.
 
-    `number`: which placement of the session this is, from 1. `answered`: the tokens that the client had before.
+    `number`: the number of this placement of the session, from 1. `answered`: the tokens that the client had before.
     `moved_from`: the replica that gave the session up and hands its KV over; "" for a first attempt and after a loss.
     `after_progress`: the attempt before this one gave more than a first token.
     """
@@ -47,7 +47,7 @@ class Remainder:
 def session_request(
     left: Remainder, context: RequestContext | None, handoff: Handoff, block_size: int, session_id: str
 ) -> SessionRequest:
-    """What placement is asked. Tokens that were answered before are computed like a prompt."""
+    """The request to place a session. Tokens that were answered before are computed like a prompt."""
     request = left.request
     what = traits(request, len(left.answered))
     allowed, rule = split_rule(what, handoff)
@@ -99,7 +99,7 @@ def is_seeded(request: EngineCoreRequest) -> bool:
 
 
 def pushed(placement: Placement, role: Role, peer: ReplicaInfo) -> dict[str, Any]:
-    """What Baton's connector is told: which handoff, and where the other side's workers are."""
+    """What Baton's connector is told: the handoff, and where the other side's workers are."""
     return {
         "baton": {
             "role": str(role),

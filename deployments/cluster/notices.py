@@ -45,11 +45,11 @@ class Notices:
         await self._tell(self._manager.ask(calls.Close(*key, outcome, output_tokens, ended)))
 
     async def withdraw(self, session_id: str, outcome: str) -> None:
-        """A session ended whose last placement is not known here: the manager may have placed it all the same."""
+        """Withdraw a session that ended before its last placement was known here: the manager may have placed it."""
         await self._tell(self._manager.ask(calls.Withdraw(session_id, outcome)))
 
     async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
-        """Those of the replicas that the manager has not heard of for too long; none when it cannot be asked."""
+        """The replicas among these that the manager has not heard of for too long; none when it cannot be asked."""
         try:
             return await asyncio.wait_for(self._manager.ask(calls.Silent(tuple(replica_ids))), self._timeout_s)
         except (Unavailable, TimeoutError) as error:

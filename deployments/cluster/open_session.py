@@ -50,7 +50,7 @@ class OpenSession:
             self.now.fail(error)
 
     async def _try(self) -> bool:
-        """See one attempt through. Whether it was lost, and the next is to be tried. Raises SessionError."""
+        """See one attempt through. Returns whether it was lost and the next is to be tried. Raises SessionError."""
         attempt = self.now
         if self._refusal is not None and not attempt.over.is_set():
             raise self._refusal.with_traceback(None)  # all sessions share it

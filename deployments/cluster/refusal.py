@@ -17,5 +17,5 @@ def refusal(reject: Reject) -> SessionError:
 
 
 def internal(error: Exception) -> SessionError:
-    """For what went wrong inside: the client learns the kind alone."""
+    """The error for an internal failure: the client learns only its kind."""
     return SessionError(f"the session could not be carried out: {type(error).__name__}")

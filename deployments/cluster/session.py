@@ -20,7 +20,7 @@ from deployments.messages import MOVED, Handoff, Mode, Role
 
 
 class IllegalEvent(Exception):
-    """The caller's mistake: this event cannot happen in this state."""
+    """An error in the caller: this event cannot happen in this state."""
 
 
 class State(StrEnum):
@@ -43,7 +43,7 @@ class State(StrEnum):
 
 
 class Finish(StrEnum):
-    """Why an engine ended its part, as far as splitting cares."""
+    """Why an engine ended its part, in the terms that matter to the session."""
 
     LENGTH = "length"
     STOP = "stop"
@@ -208,7 +208,7 @@ class Session:
         return [] if outcome == "finished" else self.replica_lost(role, outcome)
 
     def replica_lost(self, role: Role, detail: str) -> list[Effect]:
-        """A replica does not carry its part through."""
+        """A replica does not finish its part."""
         self._check("replica_lost")
         if self._split and role is Role.PREFILL and self.state is State.DECODING:
             return []  # its part was done
@@ -217,7 +217,7 @@ class Session:
     # ---- the placement ends
 
     def lost(self, error: SessionError, outcome: str = "lost") -> list[Effect]:
-        """The placement comes to nothing, through no fault of the request; another one may do better."""
+        """The placement is lost through no fault of the request; another placement may succeed."""
         self._check("lost")
         if self.is_over:
             return []

@@ -25,7 +25,7 @@ class SilenceWatch:
         self._counts = Counter[str]()
 
     async def run(self) -> None:
-        """Look at the running placements from time to time, without end."""
+        """Check the running placements from time to time, without end."""
         while True:
             await asyncio.sleep(self._timings.watch_s)
             waiting = self._waiting_for()

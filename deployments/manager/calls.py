@@ -81,7 +81,7 @@ class Lost(Call[None], frozen=True, tag=True):
 
 
 class Silent(Call[tuple[str, ...]], frozen=True, tag=True):
-    """Which of these replicas have not reported for `snapshot_stale_s`, or are not known at all.
+    """Ask which of these replicas have not reported for `snapshot_stale_s`, or are not known at all.
 
     A manager that has just begun knows no replica yet, and calls none silent.
     """
@@ -90,10 +90,10 @@ class Silent(Call[tuple[str, ...]], frozen=True, tag=True):
 
 
 class View(Call[ManagerView], frozen=True, tag=True):
-    """What an ingress needs to place sessions while the manager is away.
+    """Ask for what an ingress needs to place sessions while the manager is away.
 
-    `after_s`: seconds until the answer. An open call breaks at once when the manager dies, so an ingress that always
-    has one open finds out at once.
+    `after_s`: seconds until the answer. An open call breaks at once when the manager dies. So an ingress that always
+    has one open learns of it at once.
     """
 
     after_s: float = 0.0
@@ -102,21 +102,21 @@ class View(Call[ManagerView], frozen=True, tag=True):
 class Report(Call[ReportAnswer], frozen=True, tag=True):
     """A replica's load: on change, at most every `snapshot_interval_s`, and at least every second.
 
-    The answer has the replica's peers when it does not know them, and the sessions that it is to let go.
+    The answer has the replica's peers when the replica does not know them, and the sessions that it must move.
     """
 
     snapshot: ReplicaSnapshot
 
 
 class Ready(Call[dict[str, Any]], frozen=True, tag=True):
-    """Whether every pool of the configuration has a replica to place on, and every replica's phase.
+    """Ask whether every pool of the configuration has a replica to place on, and for every replica's phase.
 
     `{"ready", "pools": {name: {"ready", "replicas": {id: {"phase", "age_s", "fresh", "load"}}}}}`
     """
 
 
 class Status(Call[dict[str, Any]], frozen=True, tag=True):
-    """Everything that the manager knows: what `Ready` says, sessions, promises, the queue, predictions, replicas.
+    """Ask for all that the manager knows: what `Ready` says, sessions, promises, the queue, predictions, replicas.
 
     Counts begin when the manager does.
     """

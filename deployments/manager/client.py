@@ -1,7 +1,7 @@
-"""The session manager's client, for ingresses and replicas: calls over a connection of our own.
+"""The session manager's client, for ingresses and replicas: calls over a connection that Serve does not manage.
 
-The creator of a client says how to find the manager; finding it takes one Serve call for each new manager. A
-connection that breaks fails every call that is open on it at once: that is how a caller learns of a manager's death.
+The creator of a client says how to find the manager. Finding it takes one Serve call for each new manager. A connection
+that breaks fails every call that is open on it at once: that is how a caller learns of a manager's death.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ManagerClient:
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._timings.locate_s):
-                while not (address := await self._locate()):  # noqa: ASYNC110 - nothing tells us
+                while not (address := await self._locate()):  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(self._timings.locate_again_s)
                 host, _, port = address.rpartition(":")
                 loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """The session manager: admits sessions, places them, and keeps the ledger of what it promised.
 
-It is a thin shell around `policy.allocator`, which decides; here its decisions reach the callers that wait for them.
-The allocator is asked at every event that may free capacity (a report, a close, a cancelled caller), and when a
+It is a thin shell around `policy.allocator`, which decides. The shell passes the decisions to the callers that wait for
+them. The allocator is asked at every event that may free capacity (a report, a close, a cancelled caller), and when a
 waiting session's time is up. Nothing polls. Plain Python: `app/main.py` makes the deployment, of exactly one replica.
 """
 
@@ -53,21 +53,20 @@ _LATE_S = 0.01
 ASK_AGAIN = Reject("the session manager is being replaced", 0.2, unavailable=True, code=MANAGER_RETIRES)
 
 MOST_REPORTS_PER_S, LONGEST_INTERVAL_S = 500, 1.0
-"""A report costs the manager a third to half a millisecond, so the replicas of a large fleet report less often than
-they may. What is promised on a replica is known without reports. But a replica whose blocks are promised more than
-once reports what its sessions hold, and that is needed as soon as it can be had.
-"""
+"""A report costs the manager a third to half a millisecond. So the replicas of a large fleet report less often than the
+configuration allows. The manager knows what is promised on a replica without reports. But a replica whose blocks are
+promised more than once reports what its sessions hold, and the manager needs that as early as possible."""
 
 LISTEN_S = 1.5
-"""Seconds in which a restarted manager only listens. A replica reports every second, and what it could not report while
-there was no manager it reports at once."""
+"""Seconds in which a restarted manager only listens. A replica reports every second. What it could not report while
+there was no manager, it reports at once."""
 
 
 class SessionManager:
     """Answers the calls of `deployments.manager.calls`, where each says what it does.
 
-    `clock`: seconds, monotonic. `rng`: decides between equals. `listen_s`: seconds from the first call on in which it
-    only listens, so that a restarted manager knows the fleet and what runs on it before it places anything. All
+    `clock`: seconds, monotonic. `rng`: decides between equals. `listen_s`: seconds from the first call on in which the
+    manager only listens. So a restarted manager knows the fleet and what runs on it before it places anything. All
     methods run on one event loop.
     """
 
@@ -128,7 +127,7 @@ class SessionManager:
         return None
 
     def retire(self) -> None:
-        """Another manager takes over: callers that wait here must ask there. What is placed stays as it is."""
+        """Another manager takes over: callers that wait here must ask that one. What is placed stays as it is."""
         self._retires = True
         for session_id, answer in self._waiting.items():
             if not answer.done():
@@ -159,8 +158,10 @@ class SessionManager:
         self._tell()
 
     def _report(self, snapshot: ReplicaSnapshot, now_s: float) -> ReportAnswer:
-        """A manager that only listens yet does not know all replicas, so it names no peers: a replica would forget
-        those that are left out.
+        """Take in a replica's report.
+
+        A manager that still only listens does not know all replicas, so it names no peers. Otherwise the replica would
+        forget the peers that are left out.
         """
         missed = self._allocator.report(snapshot, now_s)
         for part in snapshot.finished:

@@ -12,12 +12,12 @@ from deployments.manager.calls import Close, Notice, PrefillDone, Withdraw
 from deployments.messages import ManagerView, Phase, Placement, ReplicaSnapshot, Reservation
 
 OTHERS = "the sessions of other ingresses"
-"""A view says what all sessions of other ingresses hold on a replica, not which they are. The stand-in's manager counts
-them as one session of this name."""
+"""A view says what all sessions of other ingresses together hold on a replica, but does not name them. The stand-in's
+manager counts them as one session of this name."""
 
 
 class OwnSessions:
-    """This ingress's open placements, whatever placed them, by session and epoch."""
+    """This ingress's open placements, by session and epoch, from the manager and from the stand-in."""
 
     def __init__(self) -> None:
         self._promises: dict[str, dict[int, Promise]] = {}
@@ -27,12 +27,12 @@ class OwnSessions:
         return bool(self._promises)
 
     def add(self, placement: Placement, prompt_tokens: int, now_s: float) -> None:
-        """A session was placed."""
+        """Add a session that was placed."""
         promise = Promise(placement, prompt_tokens, now_s, now_s)
         self._promises.setdefault(placement.session_id, {})[placement.epoch] = promise
 
     def note(self, notice: Notice) -> None:
-        """The manager is being told this."""
+        """Take in a notice that goes to the manager."""
         match notice:
             case PrefillDone(session_id, epoch):
                 epochs = self._promises.get(session_id, {})
@@ -47,11 +47,11 @@ class OwnSessions:
                 self._promises.pop(session_id, None)
 
     def promises(self) -> tuple[Promise, ...]:
-        """All of them."""
+        """All open placements."""
         return tuple(promise for epochs in self._promises.values() for promise in epochs.values())
 
     def seen(self) -> None:
-        """A view has come, and these placements are in it."""
+        """Note that a view has come that includes the present placements."""
         self._seen = self.promises()
 
     def by_replica(self) -> dict[str, tuple[int, Reservation]]:

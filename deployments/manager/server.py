@@ -38,7 +38,7 @@ class ManagerServer:
         return _Connection(self, self._seal)
 
     async def retire(self) -> None:
-        """Another manager takes over: send callers there, give the answers that are owed, and close."""
+        """Another manager takes over: send callers there, give the answers that are still due, and close."""
         self.address = ""
         if self._server is not None:
             self._server.close()
@@ -69,7 +69,7 @@ class ManagerServer:
 
 
 class _Connection(wire.Connection):
-    """One caller. When it is gone, its calls are cancelled: their answers could reach nothing."""
+    """One caller. When it is gone, its calls are cancelled, because nothing can receive their answers."""
 
     def __init__(self, server: ManagerServer, sealed: SealOf[msgspec.Raw]) -> None:
         super().__init__(sealed, "a caller of the session manager")

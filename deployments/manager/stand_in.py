@@ -49,9 +49,9 @@ from deployments.messages import Admit, ManagerView, Reject, SessionRequest
 logger = logging.getLogger("baton.stand_in")
 
 TURNS = 8
-"""A request may see the manager come or go so often; then it fails."""
+"""The manager may come or go so many times during one request; after that the request fails."""
 UNTOLD = 1024
-"""Notices kept for a manager that is there but does not answer; the oldest are dropped."""
+"""The most notices kept for a manager that is there but does not answer; the oldest are dropped."""
 
 
 class StandIn:
@@ -82,7 +82,7 @@ class StandIn:
         self._following.add_done_callback(_ended)
 
     def shutdown(self) -> None:
-        """Follow the manager no more; idempotent."""
+        """Stop following the manager; idempotent."""
         self._following.cancel()
 
     # ---- what the ingress asks
@@ -127,13 +127,13 @@ class StandIn:
         raise why
 
     async def _place(self, request: SessionRequest) -> Admit | Reject | None:
-        """Ask what places now, the manager or its stand-in; None when that changes before the answer."""
+        """Ask the manager or its stand-in, whichever places now. None when that changes before the answer."""
         is_away = self._is_away
         if is_away:
             self._check_view()
         asked: Manager = self._acting if is_away else self._manager
         decision = await unless(self._turned, asked.ask(Open(request)))
-        if decision is None and not is_away:  # it may have placed the session all the same
+        if decision is None and not is_away:  # the manager may have placed the session anyway
             self._untold.append(Close(request.session_id, request.least_epoch, "abandoned"))
         if isinstance(decision, Admit):
             self.counters["placed"] += is_away
@@ -144,7 +144,7 @@ class StandIn:
         return decision
 
     async def _ready(self, call: Ready) -> dict[str, Any]:
-        """By the last view while the manager is away, and then it says so."""
+        """The answer to `Ready`. While the manager is away it comes from the last view, and says so."""
         if not self._is_away:
             return await self._manager.ask(call)
         self._check_view()
@@ -152,7 +152,7 @@ class StandIn:
         return {**shown, "manager": "away"}
 
     async def _tell(self, notice: Notice) -> None:
-        """Tell what places now. What the manager does not hear now it is told later, unless it was restarted."""
+        """Tell the manager or its stand-in. What the manager does not hear now it is told later, unless it restarts."""
         if self._is_away:
             await self._acting.ask(notice)
         else:

@@ -21,14 +21,14 @@ class Counts:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def decided(self, decision: Admit | Reject) -> None:
-        """A session was placed or rejected."""
+        """Count a session that was placed or rejected."""
         if isinstance(decision, Admit):
             self.modes[decision.placement.mode.value] += 1
         else:
             self.rejects[decision.code or "never_fits"] += 1
 
     def closed(self, outcome: str, sessions: int) -> None:
-        """So many sessions were closed."""
+        """Count `sessions` sessions that were closed."""
         if sessions:
             self.outcomes[outcome] += sessions
 

@@ -23,11 +23,13 @@ from transfer.control.seal import BadMessage, SealOf
 logger = logging.getLogger("baton.manager")
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Of a message. The largest is a view of the whole fleet, or a replica's whole prefix cache: ten bytes a block."""
+"""The largest size of a message. The largest messages are a view of the whole fleet and a replica's whole prefix cache,
+at ten bytes a block."""
 _LENGTH_BYTES = 4
 _PURPOSE = b"session-manager"
 SILENT_AFTER_S, PROBES = 4, 3
-"""TCP probes a connection that was silent for so long, so many times: a dead host is found after some ten seconds."""
+"""TCP probes a connection that was silent for `SILENT_AFTER_S` seconds, `PROBES` times. A dead host is found after some
+ten seconds."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +45,7 @@ class Asked(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """The caller waits no more for the answer to this call. It gets none."""
+    """The caller no longer waits for the answer to this call. The call gets no answer."""
 
 
 class Answered(Message, frozen=True):
@@ -59,7 +61,7 @@ class Failed(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """Another manager takes over, and new calls are for it. The number is 0: this answers no call."""
+    """Another manager takes over, and new calls must go to it. The number is 0, because this answers no call."""
 
 
 class Unknown(msgspec.Struct, frozen=True):
@@ -128,7 +130,7 @@ def packed_answer(answer: Answer) -> msgspec.Raw:
 
 
 def answer_of(call: Call[A], packed: msgspec.Raw) -> A:
-    """The answer to this call. Raises BadMessage when it is none of this version."""
+    """The answer to this call. Raises BadMessage when this version knows no such answer."""
     try:
         answer = _ANSWERS[type(call)].decode(packed)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -141,7 +143,7 @@ def answer_of(call: Call[A], packed: msgspec.Raw) -> A:
 
 
 def seal(secret: str) -> SealOf[msgspec.Raw]:
-    """What both sides authenticate encoded messages with."""
+    """The seal by which both sides authenticate encoded messages."""
     return SealOf(secret, msgspec.Raw, MAX_BYTES, _PURPOSE)
 
 
@@ -192,7 +194,7 @@ class Frames:
 
 
 class Connection(asyncio.Protocol):
-    """One end of a connection: messages to bytes and back. A peer that says what it may not say is cut off."""
+    """One end of a connection: messages to bytes and back. A peer that sends an illegal message is cut off."""
 
     _transport: asyncio.Transport
 
@@ -201,7 +203,7 @@ class Connection(asyncio.Protocol):
         self._seal, self._frames, self._peer = sealed, Frames(), peer
 
     def take(self, message: AnyMessage | Unknown) -> None:
-        """A message has come. Raises BadMessage when the other side may not say such a thing."""
+        """Take in a message. Raises BadMessage when the other side may not send such a message."""
         raise NotImplementedError
 
     def send(self, message: AnyMessage) -> None:

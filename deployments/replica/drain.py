@@ -1,6 +1,6 @@
-"""How a replica drains: it takes nothing new, what runs ends or moves, and it waits for peers that still use its KV.
+"""How a replica drains: it takes nothing new, its sessions end or move, and it waits for peers that still use its KV.
 
-Where the whole application stops there is nowhere to move to, and what runs has all of the time.
+Where the whole application stops, there is no replica to move to, and the sessions have all of the time to end.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from deployments.replica.timings import TIMINGS, Timings
 logger = logging.getLogger("baton.drain")
 
 RUN_SHARE = 0.75
-"""The part of the time in which sessions may end by themselves. In the rest they move, and KV is waited for."""
+"""The share of the time in which sessions may end by themselves. In the rest, they move, and the replica waits for
+peers that use its KV."""
 QUIET_LOOKS = 10
-"""Looks in a row at which nothing runs, before the replica counts as drained. The session manager must hear of a moved
-session first, and a peer may begin to read its KV only after its part has ended here."""
+"""The replica counts as drained after it has found nothing running so many times in a row. The session manager must
+hear of a moved session first, and a peer may begin to read its KV only after its part has ended here."""
 STOP_S = 10.0
 """The longest time that the engine's processes have to end after the drain; then Serve kills the replica."""
 
@@ -44,12 +45,12 @@ async def drain(
 ) -> None:
     """Let a replica's sessions end, then move those that are left, then wait until no peer uses its KV.
 
-    `do_all_stop`: whether the whole application stops, so that there is nowhere to move to. Returns when all that is
+    `do_all_stop`: whether the whole application stops, so that there is no replica to move to. Returns when all that is
     done, at the latest after `timeout_s`. Raises EngineError when the engine dies.
     """
     began_s = time.monotonic()
     replica.begin_drain()
-    while replica.open_runs and time.monotonic() - began_s < RUN_SHARE * timeout_s:  # noqa: ASYNC110 - looked at seldom
+    while replica.open_runs and time.monotonic() - began_s < RUN_SHARE * timeout_s:  # noqa: ASYNC110 - checked seldom
         await asyncio.sleep(timings.look_s)
     if replica.open_runs and not await do_all_stop():
         open_runs = replica.open_runs
@@ -62,9 +63,9 @@ async def drain(
 
 
 async def _until_quiet(replica: Draining, look_s: float) -> None:
-    """Wait until nothing runs and no peer reads or writes, `QUIET_LOOKS` looks in a row."""
+    """Wait until nothing runs and no peer reads or writes, in `QUIET_LOOKS` checks in a row."""
     quiet = 0
-    while (quiet := quiet + 1 if await _is_quiet(replica) else 0) < QUIET_LOOKS:  # noqa: ASYNC110 - nothing tells us
+    while (quiet := quiet + 1 if await _is_quiet(replica) else 0) < QUIET_LOOKS:  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(look_s)
 
 

@@ -36,12 +36,12 @@ class Lifecycle:
         return self._held.get(self.phase, False)
 
     def heard(self, phase: Phase, hold: bool) -> None:
-        """The manager has answered a report from this phase."""
+        """Note the manager's answer to a report from this phase. `hold`: the start must not go on yet."""
         self._held[phase] = hold
         self._has_answer.set()
 
     def unheard(self, phase: Phase) -> None:
-        """The manager has not answered a report. If it never said to wait, the start goes on without it."""
+        """Note that the manager has not answered a report. If it never said to wait, the start goes on without it."""
         self._held.setdefault(phase, False)
         self._has_answer.set()
 
@@ -59,7 +59,7 @@ class Lifecycle:
         self.refuse_if_failed()
 
     def fail(self, error: BaseException) -> None:
-        """The replica is broken. Serve replaces it; until then nothing may be placed on it."""
+        """Mark the replica as broken. Serve replaces it; until then nothing may be placed on it."""
         self.error = error
         self.phase = Phase.DRAINING
         self._has_answer.set()

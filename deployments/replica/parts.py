@@ -36,7 +36,7 @@ class Part:
 
     @property
     def reservation(self) -> Reservation:
-        """What it may still take. Its prompt is computed once it has had an output."""
+        """The memory that it may still take. Its prompt is computed once it has had an output."""
         reserved = self.task.reservation
         return reserved.prefilled() if self.started else reserved
 
@@ -52,9 +52,10 @@ class Part:
 
 
 class Parts:
-    """The open parts by request id, and those that ended lately.
+    """The open parts by request id, and those that ended recently.
 
-    `moved_out`: parts that went to another replica. `ended_version`: all parts that ever ended here.
+    `moved_out`: the number of parts that went to another replica. `ended_version`: the number of all parts that ever
+    ended here.
     """
 
     def __init__(self) -> None:
@@ -65,12 +66,12 @@ class Parts:
         self._told_version = 0
 
     def begin(self, task: SessionTask) -> Part:
-        """A part begins."""
+        """Begin a part."""
         part = self.open[task.request_id] = Part(task, asyncio.get_running_loop().create_future())
         return part
 
     def end(self, part: Part) -> None:
-        """A part is over, however it ended: log it."""
+        """Log a part that is over, however it ended."""
         self.open.pop(part.task.request_id, None)
         if part.done.done() and not part.done.cancelled():
             part.done.exception()  # now asyncio does not warn of an error that was set before `run` waited for it
@@ -78,13 +79,13 @@ class Parts:
         self.ended_version += 1
 
     def tell(self) -> tuple[Finished, ...]:
-        """The log, the newest last, for a report; from now on its entries count as told."""
+        """The log for a report, the newest entry last. From now on its entries count as reported."""
         self._told_version = self.ended_version
         return tuple(self._ended)
 
     @property
     def is_log_filling(self) -> bool:
-        """Whether the log must be told soon, or entries fall out of it untold."""
+        """Whether the log must be reported soon, because otherwise entries drop out of it unreported."""
         return self.ended_version - self._told_version >= FINISHED_KEPT // 2
 
     def fail(self, why: str) -> None:

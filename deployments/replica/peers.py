@@ -10,7 +10,7 @@ from deployments.replica.timings import Timings
 
 
 class Introductions:
-    """Makes the engine known to its peers before a request needs them, and forgets peers that are gone."""
+    """Introduces the engine to its peers before a request needs them, and forgets peers that are gone."""
 
     def __init__(self, engine: Engine, timings: Timings) -> None:
         self._engine, self._timings = engine, timings
@@ -19,7 +19,7 @@ class Introductions:
 
     @property
     def version(self) -> int:
-        """Of the peers that are known here."""
+        """The version of the list of peers that is known here."""
         return self._peers.version
 
     def learn(self, peers: Peers) -> None:
@@ -28,7 +28,7 @@ class Introductions:
         self._has_news.set()
 
     async def meet_loop(self) -> None:
-        """Pass news of peers on to the engine, again when the engine was busy."""
+        """Pass changes of the peers on to the engine. Where the engine was busy, try again."""
         while True:
             await self._has_news.wait()
             self._has_news.clear()

@@ -1,4 +1,4 @@
-"""What an engine last said of itself, as the next report tells it."""
+"""What an engine last said of itself, for the next report."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from deployments.engine.protocol import Engine, EngineLoad, Step
 from deployments.messages import StepSample
 
 STEPS_KEPT = 64
-"""Steps that one report tells of at most; older ones are dropped."""
+"""The most steps in one report; older ones are dropped."""
 OPEN_KV = ("open_receiving", "open_writing")
-"""The counters of KV transfers that are not over: of those that come in, and of those that go out."""
+"""The counters of open KV transfers: of those that come in, and of those that go out."""
 
 
 class Readings:
@@ -31,15 +31,17 @@ class Readings:
 
     @property
     def idle_load(self) -> EngineLoad:
-        """The load of an engine without sessions. Nothing is in use, whatever its last step said: some engines say it
-        before they free the blocks. Until its KV transfers are over, its last word counts.
+        """The load of an engine without sessions.
+
+        Nothing is in use, whatever its last step said: some engines say it before they free the blocks. Until its KV
+        transfers are over, the load of its last step counts.
         """
         if not self._is_settled:
             return self.load
         return replace(self.load, used_blocks=0, running=0, waiting=0, running_tokens=0)
 
     def take(self, step: Step) -> None:
-        """The engine has made a step."""
+        """Take in a step that the engine has made."""
         self.load = step.load
         self._steps.extend(step.steps)
 
@@ -50,11 +52,11 @@ class Readings:
         return steps
 
     def unsettle(self) -> None:
-        """A session has ended: what was counted before is old."""
+        """A session has ended, so the counters are out of date."""
         self._is_settled = False
 
     async def settle(self) -> None:
-        """Count once after the engine has fallen idle: asking costs the engine a moment."""
+        """Read the counters once after the engine has become idle. Asking costs the engine a moment."""
         if self._is_settled:
             return
         try:

@@ -108,11 +108,11 @@ class Replica:
         return await part.done
 
     def move_out(self, session_ids: Collection[str] | None = None) -> int:
-        """Let these sessions go to other replicas; None means all. Returns how many of them can and will.
+        """Let these sessions go to other replicas; None means all. Returns the number that can and will move.
 
-        Their parts end with `MOVED`. Their blocks are then the prefix cache's, from which this replica hands them over
-        (`SessionTask.hands_over`). A session without an output yet, whose KV cache is still on its way here, goes at
-        its first output.
+        Their parts end with `MOVED`. Their blocks then belong to the prefix cache, from which this replica hands them
+        over (`SessionTask.hands_over`). A session without an output yet, whose KV cache is still on its way here, moves
+        at its first output.
         """
         return self._parts.move_out(session_ids)
 
@@ -175,7 +175,7 @@ class Replica:
         self._life.is_stopping = True
         self._parts.fail("the replica is stopping")
         tasks, self._tasks = set(self._tasks), []
-        while tasks:  # again: Python 3.11's wait_for can lose a cancellation
+        while tasks:  # repeated, because Python 3.11's wait_for can lose a cancellation
             for task in tasks:
                 task.cancel()
             _, tasks = await asyncio.wait(tasks, timeout=self._timings.cancel_again_s)

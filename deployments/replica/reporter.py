@@ -1,4 +1,4 @@
-"""What a replica tells the session manager, when it does, and what it makes of the answer."""
+"""What a replica tells the session manager, when it does so, and how it acts on the answer."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ class Reporter:
         self._resync = False
 
     def tell(self, urgently: bool = False) -> None:
-        """Something has changed: report it at the next interval. `urgently`: however long an interval the manager asks
-        for.
+        """Report a change at the next interval.
+
+        `urgently`: do so even if the manager asks for longer intervals.
         """
         self._changed.set()
         if urgently:
             self._urgent.set()
 
     async def report_loop(self) -> None:
-        """Report for ever. The manager of a large fleet asks for longer intervals, which urgent news does not keep."""
+        """Report without end. A large fleet's manager asks for longer intervals; urgent news does not wait for them."""
         while True:
             self._changed.clear()  # before the snapshot, so that what changes after it is news
             self._urgent.clear()

@@ -1,4 +1,4 @@
-"""How long a replica waits, and how often it looks."""
+"""How long a replica waits, and how often it checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ class Timings:
     """All in seconds. `Replica` and `drain` take one; tests give shorter or longer times.
 
     `heartbeat_s`: the longest time between two reports. `report_timeout_s`: the longest wait for the answer to one.
-    `turn_timeout_s`: the longest wait of a loaded replica for its turn to be ready.
-    `pair_timeout_s`: the longest wait of a ready replica for a partner. Serve does not know the replica yet, so what is
-    placed on it waits too, and the router waits at most `router.APPEAR_S`.
-    `cancel_again_s`: a task that has not ended so long after it was cancelled is cancelled again.
-    `look_s`: the pause between two looks at what still runs on a draining replica.
+    `turn_timeout_s`: the longest wait of a loaded replica for its turn to be ready. `pair_timeout_s`: the longest wait
+    of a ready replica for a partner. Serve does not know the replica yet, so what is placed on it waits too, and the
+    router waits at most `router.APPEAR_S`. `cancel_again_s`: a task that has not ended so long after it was cancelled
+    is cancelled again. `look_s`: the pause between two checks of what still runs on a draining replica.
     """
 
     heartbeat_s: float = 1.0

@@ -72,7 +72,7 @@ class DecodeBatch:
         return low
 
     def advance(self, steps: int) -> list[Work]:
-        """So many steps are done, none beyond the first end. Returns the sequences that have their last token now."""
+        """Count `steps` steps as done, none beyond the first end. Returns the sequences that have their last token."""
         self.context += steps * len(self._members)
         self.step += steps
         ended = []

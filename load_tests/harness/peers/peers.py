@@ -20,9 +20,9 @@ from load_tests.harness.peers.settings import Settings
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOGICAL_CPUS = 16  # more than any application asks for: `Group.pin` assigns the real cores
 RAY_START_TIMEOUT_S = 60.0
-# As `make serve` starts Ray: on loopback, and stopped without the drain that waits for other nodes. There is no token,
-# because nothing else reaches loopback and `serve run` would need the token. Workers get the niceness of all other
-# processes: Ray's default is 15, and an engine of plain vLLM has 0.
+# As `make serve` starts Ray: on loopback, and stopped without the drain that waits for other nodes. There is no token:
+# there is no caller to keep out, and `serve run` would have to be given the token. Workers get the niceness of all
+# other processes: Ray's default is 15, and an engine of plain vLLM has none.
 RAY_VARIABLES = {
     "RAY_worker_niceness": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -192,7 +192,10 @@ def test_200_meetings_leave_both_processes_as_they_were(pair: tuple[Remote, Remo
     now = prefill.call("resources")
     assert now["prepared"] == 0
     # UCX closes the connection of a forgotten agent only when one of the two processes ends: see the next test.
-    assert now["descriptors"] <= before[0]["descriptors"] + 20 + CLOSING
+    deadline = time.monotonic() + 60  # connections that are still closing go by themselves
+    while prefill.call("resources")["descriptors"] > before[0]["descriptors"] + 20 + CLOSING:
+        assert time.monotonic() < deadline, prefill.call("resources")
+        time.sleep(0.05)
     hand_over(prefill, decode, "last")
 
 

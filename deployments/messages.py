@@ -185,7 +185,7 @@ class ReplicaSnapshot:
 class Peers:
     """The replicas that a replica may exchange KV with: of each, the control addresses of its workers, by rank.
 
-    `version` is made from the addresses: it is equal for equal peers, whichever manager computes it.
+    `version` is made from the addresses: every manager computes the same version for the same peers.
     """
 
     version: int
@@ -240,9 +240,9 @@ class SessionRequest:
     can. `adapter`: the LoRA adapter that it needs. `chat`: it came as messages, not as text. `attempt`: the number of
     this placement of the session, from 1; from 2 on, the request is the remainder, and its prompt includes the tokens
     answered so far. `moved_from`: the replica that gave the session up and holds its KV cache; "" where the attempt
-    before was lost, and for the first attempt. `least_epoch`: the placement gets this epoch or a higher one, whatever
-    the ledger knows of the session. `progressed`: the attempt before gave more than a first token, so this attempt does
-    not repeat one that failed at once.
+    before was lost, and for the first attempt. `least_epoch`: the placement gets this epoch or a higher one, also
+    where the ledger does not know the session. `progressed`: the attempt before gave more than a first token, so this
+    attempt does not repeat one that failed at once.
     """
 
     session_id: str

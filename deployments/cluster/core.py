@@ -74,7 +74,7 @@ class ClusterCore(EngineCoreClient):
         return ("generate",)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Begin a session and return at once; whatever becomes of it comes as outputs."""
+        """Begin a session and return at once. The answer or the error comes as outputs."""
         answer = Answer(request, request_context.current.get(), self._batch)
         recovery = Recovery(self._limits, self._timings)
         session = self._open[request.request_id] = OpenSession(answer, self._means, recovery, self._session_timeout_s)

@@ -30,7 +30,7 @@ class OpenSession:
         self._attempts = [self.now]
 
     async def serve(self) -> None:
-        """See the session through. Whatever ends it, the client hears of it."""
+        """See the session through. Every end of it reaches the client."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while await self._try():

@@ -112,7 +112,7 @@ Effect = Deliver | PrefillOver | StartDecode | EndPrefill | Fail | Over
 
 @dataclass(slots=True)
 class Session:
-    """A placement is over once, with one `Over`, whatever happens.
+    """Every placement is over exactly once, with one `Over`.
 
     `held`: decode outputs that wait for the first token. `outcome`: how the placement ended, "" before that. `error`:
     why it was lost. `owner_ended`: the replica that writes the end of the answer has said that it holds nothing of the
@@ -172,7 +172,7 @@ class Session:
         return self._prefilled(output) if self.handoff is Handoff.PULLED else self._first(output, finish)
 
     def _prefilled(self, output: Any) -> list[Effect]:
-        """Prefill's own token is not delivered, whatever it is: decode samples that position again."""
+        """Prefill's own token is not delivered: decode samples that position again."""
         self.state = State.PULLING
         return [PrefillOver(), StartDecode(output)]
 

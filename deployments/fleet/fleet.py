@@ -263,7 +263,7 @@ def _shape(info: ReplicaInfo) -> tuple[object, ...]:
 
 
 def _row(arrival: _Arrival, share: Share, overcommit: float) -> ReplicaView:
-    """A replica's load: what is reserved or what it reports, whichever is more."""
+    """A replica's load: the larger of what is reserved and what it reports."""
     snapshot, info = arrival.snapshot, arrival.snapshot.info
     assert info is not None, "only a replica that has reported its shape gets a row"
     reserved, sessions = share.blocks, share.sessions

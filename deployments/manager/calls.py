@@ -31,9 +31,9 @@ class Call(msgspec.Struct, Generic[A_co], frozen=True, tag=True):
 class Open(Call[Admit | Reject], frozen=True, tag=True):
     """Place a session. Waits for capacity, at most as long as the queue lets it.
 
-    A placement must be closed, whatever becomes of the session; until then its blocks are reserved. Opening a session
-    again gives it a new epoch. A cancelled call leaves nothing behind. Fails where the session is waiting already, and
-    where the request allows no mode.
+    Every placement must be closed; until then its blocks are reserved. Opening a session again gives it a new epoch. A
+    cancelled call leaves nothing behind. Fails where the session is waiting already, and where the request allows no
+    mode.
     """
 
     request: SessionRequest

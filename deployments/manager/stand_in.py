@@ -112,8 +112,9 @@ class StandIn:
     async def _open(self, request: SessionRequest) -> Admit | Reject:
         """Have a session placed. Raises Unavailable when nothing can place it.
 
-        Every question has a number higher than all before, and its placement gets that number as its epoch, whatever
-        places it. So no epoch comes twice, nor a lower one after a higher, even from a manager that has forgotten all.
+        Every question has a number higher than all before. Its placement gets that number as its epoch, from the
+        manager and from the stand-in alike. So no epoch comes twice, nor a lower one after a higher, even from a
+        manager that has forgotten all.
         """
         why = Unavailable("the session manager comes and goes")
         for _ in range(TURNS):
@@ -127,7 +128,7 @@ class StandIn:
         raise why
 
     async def _place(self, request: SessionRequest) -> Admit | Reject | None:
-        """Ask the manager or its stand-in, whichever places now. None when that changes before the answer."""
+        """Ask the one that places now, the manager or its stand-in. None when that changes before the answer."""
         is_away = self._is_away
         if is_away:
             self._check_view()

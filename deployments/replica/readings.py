@@ -33,8 +33,8 @@ class Readings:
     def idle_load(self) -> EngineLoad:
         """The load of an engine without sessions.
 
-        Nothing is in use, whatever its last step said: some engines say it before they free the blocks. Until its KV
-        transfers are over, the load of its last step counts.
+        Nothing is in use. Its last step may say otherwise, because some engines report before they free blocks. Until
+        its KV transfers are over, the load of its last step counts.
         """
         if not self._is_settled:
             return self.load

@@ -28,8 +28,8 @@ tokens came twice. `refused`: an error that the request's own parameters explain
 do not explain. `away`: no session manager was there. `cut`: the ingress died. `left`: the client left.
 `completed_share`: of the sessions that stayed, were not cut and could go on, those whose answer came whole. `leaked`:
 what there is more of at the end than at the start, by kind. `decode_death_pause_ms_*`, of the mock: the longest gap
-between two tokens around the death of a decode engine, of each session that was decoding there, whatever else happens
-to it meanwhile.
+between two tokens around the death of a decode engine, of each session that was decoding there. Other faults that
+hit the session in that gap count in it.
 """
 
 from __future__ import annotations

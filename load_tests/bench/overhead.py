@@ -3,7 +3,7 @@
 `make bench NAME=overhead`; shorter: `ARGS="--streams 1,32 --seconds 5 --peers baton,starlette"`. Progress goes to
 stderr; the last line of stdout is one JSON object.
 
-**Servers.** Each runs over an engine that computes nothing and takes `--step-s` for a step, whatever is in it.
+**Servers.** Each runs over an engine that computes nothing and takes `--step-s` for every step.
 
 - `baton`: the whole application. It has one prefill and one decode replica with mock engines whose steps hardly cost
   CPU (`engine.computes: false`), and `--ingresses` ingresses. Every prompt is split (`placement.split: always`).

@@ -6,7 +6,7 @@ is one JSON object. A run takes about six minutes.
 
 **What runs.** First a load that is not compared teaches the session manager what steps take here: `--warm` requests
 like those of the trace, at the trace's rate. What it learned (`predictions` in `/baton/status`) is the simulator's
-profile. Then the trace runs over HTTP, streamed. Every request is sent at its time, whatever the outcome of those
+profile. Then the trace runs over HTTP, streamed. Every request is sent at its time and does not wait for those
 before it (open loop). Then the same trace runs in the simulator. Prompts are random tokens, so nothing is cached.
 Answers have exactly the trace's length.
 

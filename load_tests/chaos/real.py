@@ -74,7 +74,7 @@ class _Run:
             for number, fault in enumerate(deck(faults, self._draw), 1):
                 _say(f"{time.monotonic() - began_s:.0f} s, {len(self._crowd.verdicts)} sessions, {number}: {fault}")
                 if not await _within(BACK_S, lambda fault=fault: self._do(fault)):  # until its target is back
-                    raise SystemExit(f"nobody was there to suffer: {fault}")
+                    raise SystemExit(f"the target of this fault did not come back within {BACK_S:g} s: {fault}")
                 counts[fault] += 1
                 await asyncio.sleep(self._draw.random() * BETWEEN_S)
             await self._all_back()

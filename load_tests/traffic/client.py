@@ -1,6 +1,6 @@
 """An HTTP client of an OpenAI server. The client notes when every token of a streamed completion arrives.
 
-Open loop: every request is sent at its time, whatever the outcome of those before it. Closed loop: a fixed number of
+Open loop: every request is sent at its time and does not wait for those before it. Closed loop: a fixed number of
 requests run at a time, and each is followed by the next. Requests go to the base URLs in turn.
 """
 

@@ -149,6 +149,6 @@ class RequestGenerator(torch.Generator):
         return 0
 
     def set_offset(self, offset: int) -> None:
-        """Go to the state after the draws of the output, whatever the offset."""
+        """Go to the state after the draws of the output. `offset` is not used."""
         self.manual_seed(self.seeded_with)
         torch.randint(0, 2**31, (len(self.output),), generator=self, dtype=torch.long)

@@ -81,7 +81,7 @@ class StepClock:
 
 
 def _counts(step: Scheduled) -> tuple[int, int, int, int]:
-    """A request that computes one token counts as decoding, whatever the token is for: it costs the same."""
+    """A request that computes one token counts as decoding, also one of a prompt: it costs the same."""
     prefill_tokens = prefill_context = decode_sequences = decode_context = 0
     known = step.scheduled_cached_reqs
     computed = [(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]

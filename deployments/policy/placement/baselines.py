@@ -47,7 +47,7 @@ class OneByOne:
 
 
 class RoundRobin:
-    """Each replica in its turn, whatever its load."""
+    """Each replica in its turn. The load does not count."""
 
     def __init__(self) -> None:
         self._last: dict[Role, int] = {}

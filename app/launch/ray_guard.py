@@ -13,9 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from app.launch.current_cluster import clear_ended_cluster
+from deployments.host.processes import marked
 
 END_TIMEOUT_S, KILL_TIMEOUT_S = 20.0, 5.0
 
@@ -39,17 +39,6 @@ class RayGuard:
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S + 2 * KILL_TIMEOUT_S)
-
-
-def marked(mark: str) -> set[int]:
-    """Live processes, except this one, whose environment has `mark`."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-    return found
 
 
 def main(mark: str) -> None:

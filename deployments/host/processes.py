@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 
@@ -17,6 +19,17 @@ def parents() -> dict[int, int]:
     """The parent of every process."""
     found = ((int(entry.name), stat(int(entry.name))) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return {pid: int(fields[1]) for pid, fields in found if fields}
+
+
+def marked(entry: str) -> set[int]:
+    """Every process except this one that has `entry`, a `NAME=value`, in its environment."""
+    found = set()
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit() and int(directory.name) != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                if entry.encode() in (directory / "environ").read_bytes().split(b"\0"):
+                    found.add(int(directory.name))
+    return found
 
 
 def stat(pid: int) -> list[str] | None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from app.launch.current_cluster import clear_ended_cluster
+from deployments.host.processes import marked as marked_pids
 from deployments.host.processes import parents, stat
 
 GUARD_TIMEOUT_S = 20.0
@@ -31,14 +32,8 @@ def children(root: int) -> set[int]:
 
 def marked(entry: str) -> dict[int, str]:
     """Every process except this one that has `NAME=value` in its environment: its id and its title."""
-    found = {}
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit() or int(directory.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            if entry.encode() in (directory / "environ").read_bytes().split(b"\0"):
-                found[int(directory.name)] = title(int(directory.name))
-    return {pid: name for pid, name in found.items() if name}
+    titles = {pid: title(pid) for pid in marked_pids(entry)}
+    return {pid: name for pid, name in titles.items() if name}
 
 
 def adopt_orphans(adopt: bool) -> None:

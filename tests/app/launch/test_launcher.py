@@ -29,7 +29,7 @@ from app.launch.config import (
     parse_address,
     with_model,
 )
-from app.launch.local_ray import descendants, start_command
+from app.launch.local_ray import start_command
 from app.launch.ports import RayPorts, free_port, port_answers, port_is_free
 from app.launch.serve_api import ServeApi, ServeApiError, progress
 from configs.schema import BatonConfig
@@ -292,13 +292,6 @@ def _live(pids: list[int]) -> list[int]:
         with contextlib.suppress(OSError):
             states[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return [pid for pid, state in states.items() if state not in "ZX"]
-
-
-def test_descendants_are_found_through_generations() -> None:
-    with subprocess.Popen(["sleep", "30"]) as child:
-        assert child.pid in descendants(os.getpid())
-        child.kill()
-    assert child.pid not in descendants(os.getpid())
 
 
 class StartedRay:

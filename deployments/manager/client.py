@@ -125,7 +125,7 @@ class _Connection(wire.Connection):
                 self._fail(message.number, f"the session manager failed: {message.why}")
             case wire.Unknown():
                 self._fail(message.number, "the session manager's answer is of another version")
-            case wire.Leaving():
+            case wire.Retiring():
                 self._retires = True
                 self._close_if_idle()
             case _:

@@ -43,7 +43,7 @@ class ManagerServer:
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
-            connection.send(wire.Leaving(0))
+            connection.send(wire.Retiring(0))
         self.manager.retire()
         if self._connections:
             with contextlib.suppress(TimeoutError):
@@ -59,7 +59,7 @@ class ManagerServer:
         self._connections.add(connection)
         self._alone.clear()
         if not self.address:
-            connection.send(wire.Leaving(0))
+            connection.send(wire.Retiring(0))
 
     def left(self, connection: _Connection) -> None:
         """A caller's connection is closed."""

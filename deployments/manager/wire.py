@@ -60,7 +60,7 @@ class Failed(Message, frozen=True):
     why: str
 
 
-class Leaving(Message, frozen=True):
+class Retiring(Message, frozen=True):
     """Another manager takes over, and new calls must go to it. The number is 0, because this answers no call."""
 
 
@@ -70,7 +70,7 @@ class Unknown(msgspec.Struct, frozen=True):
     number: int
 
 
-AnyMessage = Asked | Cancel | Answered | Failed | Leaving
+AnyMessage = Asked | Cancel | Answered | Failed | Retiring
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):

@@ -51,6 +51,16 @@ class Host:
         threading.Thread(target=run, name=f"on-{self.namespace}", daemon=True).start()
         return result
 
+    def programs(self) -> set[str]:
+        """The names of the programs that run on this host."""
+        listing = ["ip", "netns", "pids", self.namespace]
+        pids = subprocess.run(listing, check=True, capture_output=True, text=True, timeout=30).stdout.split()
+        found = set()
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended
+                found.add(Path(f"/proc/{pid}/comm").read_text().strip())
+        return found
+
     def plug(self, is_in: bool) -> None:
         """Plug the cable in at this host, or pull it out. What is sent meanwhile is lost."""
         _ip("-n", self.namespace, "link", "set", self.interface, "up" if is_in else "down")

@@ -1,4 +1,4 @@
-"""Prefill on one host and decode on the other, NIXL over TCP between them; the cable is cut in the middle of an answer.
+"""Prefill on one host and decode on the other, NIXL over TCP between them; the cable is cut under them.
 
 The hosts are network namespaces of this machine. They are started as docs/guides/several-nodes.md says.
 """
@@ -6,16 +6,20 @@ The hosts are network namespaces of this machine. They are started as docs/guide
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,9 @@ from tests.e2e.hosts import Host, NoHosts, two_hosts
 
 URL, RAY_PORT, DASHBOARD_PORT = "http://127.0.0.1:8000", 6379, 8265
 START_WITHIN_S, ANSWER_WITHIN_S, END_WITHIN_S = 480.0, 120.0, 60.0
-ANSWER_TOKENS, CUT_AFTER = 48, 12
+ANSWER_TOKENS, CUT_AFTER, HANDOFF_TOKENS = 48, 12, 1800
+LONG_CUT_S = 75.0
+SEEDS = itertools.count(70_100)
 ENGINE = {"kind": "vllm", "kv_cache_memory_bytes": 134217728, "max_num_seqs": 8, "max_num_batched_tokens": 256}
 pytestmark = [pytest.mark.engine, pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,13 +48,38 @@ class Pair:
 
     first: Host
     second: Host
+    start_second: Callable[[], None]
 
-    def answer(self, asked: list[int], seen: Callable[[int], None] = lambda count: None) -> tuple[list[int], str]:
-        """The tokens of a streamed answer, and the modes that its response's header says. `seen`: see `_stream`."""
-        return self.first.call(lambda: _stream(asked, seen)).result(ANSWER_WITHIN_S)
+    def begin(
+        self, asked: list[int], seen: Callable[[int], None] = lambda count: None
+    ) -> Future[tuple[list[int], str]]:
+        """A streamed answer: its tokens, and the modes that its response's header says. `seen`: see `_stream`."""
+        return self.first.call(lambda: _stream(asked, seen))
+
+    def splits(self) -> bool:
+        """Whether a new request is split; it is answered whole in any case."""
+        tokens, mode = self.begin(prompt(next(SEEDS), 300)).result(ANSWER_WITHIN_S)
+        assert len(tokens) == ANSWER_TOKENS
+        return mode == "disaggregated"
+
+    def prefills(self) -> bool:
+        """Whether the prefill replica has computed a part of a prompt, and so has written it, and is not done yet."""
+        replicas = self.status()["replicas"].values()
+        return any(replica["pool"] == "prefill" and replica["used_blocks"] > 0 for replica in replicas)
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """The cable is out inside of the block."""
+        self.second.plug(False)
+        try:
+            yield
+        finally:
+            self.second.plug(True)
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self.first.call(lambda: httpx.get(f"{URL}/baton/status", timeout=60.0).json()).result()
+        answer: dict[str, Any] = self.first.call(lambda: httpx.get(f"{URL}/baton/status", timeout=60.0).json()).result(
+            ANSWER_WITHIN_S
+        )
         return answer
 
 
@@ -83,7 +114,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         head = ["--head", f"--port={RAY_PORT}", f"--dashboard-host={first.address}", "--num-cpus=2"]
         start(first, [*head, '--resources={"first": 1}'], ours, directory)
         other = [f"--address={first.address}:{RAY_PORT}", "--num-cpus=0", '--resources={"second": 1}']
-        start(second, other, ours, directory)
+        start_second = partial(start, second, other, ours, directory)
+        start_second()
         file = directory / "serve.yaml"
         file.write_text(yaml.safe_dump(configuration(first, second)))
         launch = [sys.executable, "-m", "app.launch", "--config", str(file)]
@@ -100,7 +132,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             assert launcher.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.5)
-        yield Pair(first, second)
+        yield Pair(first, second, start_second)
 
 
 def start(host: Host, options: list[str], environment: dict[str, str], directory: Path) -> None:
@@ -131,6 +163,13 @@ def end(marker: str) -> None:
     assert not left, f"processes outlived their hosts: {left}"
 
 
+def wait(happens: Callable[[], bool], what: str, within_s: float = ANSWER_WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not happens():
+        assert time.monotonic() < deadline, f"not in {within_s:g} s: {what}"
+        time.sleep(0.05)
+
+
 def _stream(asked: list[int], seen: Callable[[int], None]) -> tuple[list[int], str]:
     """`seen` is called with the number of tokens after each event of the stream."""
     tokens: list[int] = []
@@ -147,35 +186,36 @@ def _stream(asked: list[int], seen: Callable[[int], None]) -> tuple[list[int], s
 
 
 def test_a_request_is_prefilled_on_one_host_and_decoded_on_the_other(pair: Pair) -> None:
-    tokens, mode = pair.answer(prompt(70_001, 600))
+    tokens, mode = pair.begin(prompt(70_001, 600)).result(ANSWER_WITHIN_S)
     assert mode == "disaggregated"
     assert len(tokens) == ANSWER_TOKENS
 
 
-def test_a_cable_that_is_cut_in_the_middle_of_an_answer_changes_nothing_in_it(pair: Pair) -> None:
-    asked = prompt(70_002, 300)
-    expected, _ = pair.answer(asked)
-    cut_at: list[int] = []
-
-    def cut(count: int) -> None:
-        if count >= CUT_AFTER and not cut_at:
-            cut_at.append(count)
-            pair.second.plug(False)
-
-    try:
-        tokens, _ = pair.answer(asked, cut)
-        assert cut_at
-        assert cut_at[0] < ANSWER_TOKENS
-        assert tokens == expected
-    finally:
-        pair.second.plug(True)
+def test_a_cable_that_is_cut_in_the_middle_of_a_handoff_changes_nothing_in_the_answer(pair: Pair) -> None:
+    asked = prompt(70_002, HANDOFF_TOKENS)
+    tokens_before: list[int] = []
+    answer = pair.begin(asked, tokens_before.append)
+    wait(lambda: pair.prefills() or answer.done(), "the prompt is being computed")
+    assert not tokens_before
+    with pair.cut():
+        assert not answer.done()
+        tokens, _ = answer.result(ANSWER_WITHIN_S)
+    wait(pair.splits, "requests are split again")
+    assert tokens == pair.begin(asked).result(ANSWER_WITHIN_S)[0]
 
 
-def test_the_cable_back_in_place_requests_are_split_again(pair: Pair) -> None:
-    deadline = time.monotonic() + ANSWER_WITHIN_S
-    seed, mode = 70_100, ""
-    while mode != "disaggregated":
-        assert time.monotonic() < deadline, pair.status()
-        seed += 1
-        tokens, mode = pair.answer(prompt(seed, 300))
-        assert len(tokens) == ANSWER_TOKENS
+def test_a_cable_that_is_cut_for_long_in_the_middle_of_an_answer_changes_nothing_in_it(pair: Pair) -> None:
+    asked = prompt(70_003, 300)
+    expected, _ = pair.begin(asked).result(ANSWER_WITHIN_S)
+    has_begun = threading.Event()
+    answer = pair.begin(asked, lambda count: has_begun.set() if count >= CUT_AFTER else None)
+    assert has_begun.wait(ANSWER_WITHIN_S)
+    with pair.cut():
+        cut_s = time.monotonic()
+        assert not answer.done(), "the answer was over before the cut"
+        assert answer.result(ANSWER_WITHIN_S)[0] == expected
+        assert pair.begin(prompt(70_004, 300)).result(ANSWER_WITHIN_S)[1] == "prefill_local"
+        wait(lambda: time.monotonic() > cut_s + LONG_CUT_S, "the cable is out for long")
+    wait(lambda: "raylet" not in pair.second.programs(), "the second host has heard that Ray has given it up")
+    pair.start_second()
+    wait(pair.splits, "requests are split again", START_WITHIN_S)

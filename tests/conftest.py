@@ -16,7 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 # As in a replica (deployments/engine/build.py), and before anything imports torch's compiler, which reads it once.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 # Every Ray of the tests asks for one token. By Ray's own rule it would ask where the user has a token, and the first
-# `ray.init` of a test makes one: what had started before would then ask for none, and who came later would insist.
+# `ray.init` of a test makes one: a cluster started before would then ask for no token, and a later one would insist
+# on it.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
@@ -59,7 +60,7 @@ def _descriptors() -> dict[int, str]:
 def no_leaks() -> Iterator[None]:
     """Fail a test that leaves a thread of ours or an open file descriptor behind.
 
-    Ask for it before whatever opens something, so that it looks after everything else is closed.
+    Ask for it first, before anything is opened, so that it looks after everything else is closed.
     """
     threads, descriptors = _threads(), len(_descriptors())
     yield

@@ -1,4 +1,4 @@
-"""Whoever applies every change in order knows what is cached."""
+"""A reader that applies every change in order knows what is cached."""
 
 from __future__ import annotations
 

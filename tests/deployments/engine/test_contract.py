@@ -32,7 +32,7 @@ def named_sockets() -> list[Path]:
 
 
 async def test_a_started_engine_has_no_socket_with_a_name(engine_pair: Any) -> None:
-    """Whoever is killed would leave it behind."""
+    """A process that is killed would leave it behind."""
     assert not named_sockets()
 
 

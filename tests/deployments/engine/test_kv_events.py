@@ -81,7 +81,7 @@ class Publisher:
         deadline_s = time.monotonic() + WAIT_S
         while not self._socket.poll(1):
             events.drain()  # which subscribes
-            assert time.monotonic() < deadline_s, "nobody subscribes"
+            assert time.monotonic() < deadline_s, "there is no subscriber"
         self._socket.recv()
 
     def send(self, *events: Event, topic: bytes | None = None, payload: bytes | None = None) -> None:

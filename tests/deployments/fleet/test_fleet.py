@@ -379,7 +379,7 @@ def test_a_new_engine_is_out_of_step_while_an_old_pair_serves_and_it_has_no_part
         fleet.update(snapshot(replace(info(f"r{number}", role), fingerprint=engine), phase=phase), 0.0)
     for phase, expected in ((Phase.LOADING, loading), (Phase.READY, ready)):
         assert fleet.is_out_of_step(new, phase, 0.0) is expected
-        assert not fleet.is_out_of_step(new, phase, 5.1), "who has fallen silent serves nobody"
+        assert not fleet.is_out_of_step(new, phase, 5.1), "a silent replica serves no request"
 
 
 def test_epochs_go_on_from_those_of_another_ledger(fleet: Fleet) -> None:

@@ -205,7 +205,7 @@ async def test_a_cancelled_caller_gives_up_its_place(stage: Stage) -> None:
     waiting.cancel()
     await until(lambda: stage.queued == 0)
     await client.ask(Close("first", 1, "finished"))
-    assert stage.open == 0, "what nobody waits for any more is not placed"
+    assert stage.open == 0, "a request that was given up is not placed"
 
 
 async def test_a_caller_that_dies_gives_up_its_places_and_nobody_elses(stage: Stage) -> None:

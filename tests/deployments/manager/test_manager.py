@@ -126,7 +126,7 @@ async def test_a_session_is_placed_and_closed(cluster: Cluster) -> None:
 
 
 async def test_a_close_may_overtake_the_opening(cluster: Cluster) -> None:
-    """Serve keeps no order between calls: who leaves before it learns of its placement may be heard too soon."""
+    """Serve keeps no order between calls: a withdrawal may be heard before the call that asks for the placement."""
     await cluster.manager.ask(Withdraw("a", "cancelled"))
     assert isinstance(await cluster.manager.ask(Open(ask("a"))), Reject)
     assert (await cluster.manager.ask(Status()))["promises"] == []
@@ -428,7 +428,7 @@ async def test_a_replica_that_is_starting_is_held_until_its_engine_has_a_partner
     prefill, decode = (replace(each, replica_id=f"new-{each.pool}", fingerprint="new") for each in (P0, D0))
     assert await held(prefill, 1, Phase.LOADING)
     assert not await held(decode, 1, Phase.LOADING)
-    assert await held(decode, 2, Phase.READY), "Serve would stop an old one, and nobody can pair with this one yet"
+    assert await held(decode, 2, Phase.READY), "Serve would stop an old one, and no replica can pair with this one yet"
     assert not await held(prefill, 2, Phase.LOADING)
     assert not await held(prefill, 3, Phase.READY)
     assert not await held(decode, 3, Phase.READY)

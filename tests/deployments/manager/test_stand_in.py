@@ -189,8 +189,8 @@ def _of_session(cluster: InProcess, answer: Answer) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [({}, (PREFILL, SMALL))], indirect=True)
-async def test_who_waits_for_room_waits_on_whoever_places(cluster: InProcess) -> None:
-    """In the manager's room when it dies, in the stand-in's when it comes back; nobody is refused."""
+async def test_a_request_goes_on_waiting_where_sessions_are_placed(cluster: InProcess) -> None:
+    """In the manager's room when it dies, in the stand-in's when it comes back; no request is refused."""
     halt(cluster, SMALL)
     holder = await (await cluster.ask(prompt(100), max_tokens=400)).has(1)
     waiting = await cluster.ask(prompt(100), max_tokens=400)

@@ -299,7 +299,7 @@ def test_the_finished_log_gives_blocks_back_before_anybody_closes() -> None:
     ((session_id, decision),) = allocator.answers(1.0)
     assert (session_id, type(decision)) == ("b", Admit)
     report(allocator, d0, 4, finished=(Finished("a", first.epoch, 9),), finished_version=1)
-    assert allocator.close("a", first.epoch, "stop", 1.0, 9), "closing is still news to whoever counts sessions"
+    assert allocator.close("a", first.epoch, "stop", 1.0, 9), "a close is still news to the counts of sessions"
 
 
 def test_answers_that_end_teach_how_long_the_next_will_be() -> None:

@@ -1,4 +1,4 @@
-"""The GCS is killed, stays away and comes back to what it kept in Redis; nobody who is being served notices."""
+"""The GCS is killed, stays away and comes back to what it kept in Redis; no running request notices."""
 
 from __future__ import annotations
 

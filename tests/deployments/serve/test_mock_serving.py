@@ -166,7 +166,7 @@ async def stream(client: httpx.AsyncClient, first: int, tokens: int = ANSWER_TOK
 
 
 async def body(client: httpx.AsyncClient, route: str) -> dict[str, Any]:
-    """A route's answer whatever its status; {} while nobody answers."""
+    """A route's answer with any status; {} while there is no answer."""
     try:
         answer: dict[str, Any] = (await client.get(route)).json()
     except (httpx.HTTPError, ValueError):
@@ -241,7 +241,7 @@ async def test_the_sessions_of_an_ingress_that_is_killed_are_ended(mock: Cluster
 
 
 async def test_haproxy_is_killed_and_serves_again(mock: Cluster) -> None:
-    """What streams through it breaks off and is ended; whoever asks next is served by another one."""
+    """What streams through it breaks off and is ended; the next request is served by another one."""
     async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
         running = asyncio.create_task(stream(client, 400, tokens=1900))
         await until(lambda: mock.status()["sessions"]["open"] == 1, BACK_WITHIN_S, "it is being answered")

@@ -56,7 +56,7 @@ def test_the_verdict_compares_at_the_knee_and_under_overload() -> None:
     assert found["whole_goodput_ratio"] == {
         "with_admission": {"least_tokens": 1.2},
         "without_admission": found["goodput_ratio"]["without_admission"],
-    }, "who refused many while it did not count"
+    }, "it refused many while it did not count"
     assert found["admission_ratio"] == {
         "round_robin": pytest.approx(1.92),
         "least_tokens": pytest.approx(1.2),

@@ -43,7 +43,7 @@ async def test_verdicts(asked: dict[str, object], verdict: str) -> None:
 
 
 async def test_a_client_that_leaves(unused_tcp_port: int) -> None:
-    """It leaves in the midst of a request that nobody answers."""
+    """It leaves in the middle of a request that is never answered."""
     server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(30), "127.0.0.1", unused_tcp_port)
     crowd = HttpCrowd(f"http://127.0.0.1:{unused_tcp_port}", random.Random(1))
     crowd._whole = [([5], [1, 2, 3])]

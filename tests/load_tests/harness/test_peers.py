@@ -1,4 +1,4 @@
-"""Peers: their command lines and files, and that their processes end, whatever they do."""
+"""Peers: their command lines and files, and that their processes end in every case."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def used_by_several_workers() -> set[str]:
 def mapped_without_a_name() -> set[str]:
     """How the shared memory of our engines is called that has lost its name. It fails where any has one."""
     engines = descendants(os.getpid())
-    assert not shared_memory_of(engines, ("",)), "somebody who is killed would leave it behind"
+    assert not shared_memory_of(engines, ("",)), "a process that is killed would leave it behind"
     lines = [line for pid in engines for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     names = [line.rpartition("/dev/shm/")[2] for line in lines if line.endswith("(deleted)")]
     return {prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in names)}
@@ -158,7 +158,7 @@ async def test_compiled_engines_write_layers_as_eager_ones_do(model: Path, monke
 
 
 async def test_a_long_prompt_on_decode_leaves_room_for_others(model: Path) -> None:
-    """Whose KV cache arrives meanwhile, and who is short, is answered first."""
+    """A short request, whose KV cache arrives meanwhile, is answered first."""
     over = list[str]()
 
     async def note(name: str, answer: Awaitable[object]) -> None:
@@ -222,7 +222,7 @@ async def test_whatever_is_split_is_exact_and_goes_on_elsewhere(model: Path) -> 
 
 
 async def check_going_on(engines: RealEngines) -> None:
-    """Decode dies; prefill, which has nobody else to give them to, ends the answers by itself."""
+    """Decode dies; prefill has no other place for the answers, and ends them by itself."""
     asked = [(prompt(150), {**sampling, "max_tokens": 500}) for sampling in SAMPLING]
     whole = await undisturbed_answers(engines, asked)
     answers = [await engines.ask(each, **sampling) for each, sampling in asked]

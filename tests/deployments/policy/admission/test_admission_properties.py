@@ -1,4 +1,4 @@
-"""The waiting room under any mix of requests: who is served, how fairly, and that it stays bounded."""
+"""The waiting room under any mix of requests: which are served, how fairly, and that it stays bounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ mixes = st.lists(fields, min_size=1, max_size=3).map(
 
 
 def admitted(request: SessionRequest, view: View) -> Decision:
-    """Capacity for whoever is asked for."""
+    """Capacity for every request."""
     tokens = request.prompt_tokens + request.max_tokens
     return Admit(Placement(request.session_id, 1, Mode.DECODE_LOCAL, "", D0, None, tokens, 60.0, 600.0))
 

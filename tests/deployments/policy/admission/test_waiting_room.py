@@ -146,12 +146,12 @@ def of_class(name: str, session_id: str, tokens: int = 10, client: str = "") -> 
 
 
 def everything(request: SessionRequest, view: View) -> Decision:
-    """Capacity for whoever comes next."""
+    """Capacity for every request, on an empty replica."""
     return place(request, fleet_of(decode("d0", 1000, 1000)))
 
 
 def served(room: WaitingRoom, count: int | None = None) -> list[SessionRequest]:
-    """Those who leave the room when there is capacity for one after another."""
+    """The requests that leave the room, in order, while there is capacity for one after another."""
     found: list[SessionRequest] = []
     while len(found) != count and (called := room.next_ready(FleetView(), everything, 1.0)):
         assert isinstance(called.decision, Admit)

@@ -1,4 +1,4 @@
-"""Relief: who is let go before a replica's blocks run out, and who is not."""
+"""Relief: which sessions are moved away before a replica's blocks run out, and which are not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_a_replica_is_pressed_when_its_sessions_need_more_than_is_free() -> None
     relief, told = Relief(0.1), ((160, 60), (160, 60), (160, 60))
     assert not relief.is_pressed(snapshot(*told, used=97), STEPS, 0.0)
     assert relief.is_pressed(snapshot(*told, used=98), STEPS, 0.0)
-    assert not relief.is_pressed(snapshot((0, 60), (0, 60), used=100), STEPS, 5.0), "who has not begun takes nothing"
+    assert not relief.is_pressed(snapshot((0, 60), (0, 60), used=100), STEPS, 5.0), (
+        "a session that has not begun takes nothing"
+    )
     assert not relief.is_pressed(replace(snapshot(*told, used=100), info=None), STEPS, 5.0)
 
 
@@ -80,7 +82,9 @@ def test_a_pressed_replica_is_told_once_and_takes_no_newcomers_meanwhile() -> No
     assert relief.pressed(0.0) == ("d0",)
     assert not relief.is_pressed(full, STEPS, 0.4)
     relief.keep(["d1"], 0.3)
-    assert (relief.pressed(0.6), relief.barred(0.6)) == ((), ("d1",)), "kept for who was let go"
+    assert (relief.pressed(0.6), relief.barred(0.6)) == ((), ("d1",)), (
+        "its blocks are kept for the sessions that it let go"
+    )
     assert relief.barred(0.9) == ()
     assert relief.is_pressed(full, STEPS, 0.6)
 

@@ -1,4 +1,4 @@
-"""Predicted lengths: as often right as they say, learned from whatever ends, and never longer than allowed."""
+"""Predicted lengths: as often right as they say, learned from every answer that ends, and never longer than allowed."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_calibration_says_how_often_it_was_right() -> None:
 
 def test_calibration_without_answers_says_nothing() -> None:
     predictor = LengthPredictor()
-    predictor.observe(request(), 100)  # ended, but nobody had asked
+    predictor.observe(request(), 100)  # it ended, but no length was asked for it
     assert predictor.calibration() == {"coverage_p50": None, "coverage_p90": None, "sum_error_256": None, "count": 0.0}
 
 

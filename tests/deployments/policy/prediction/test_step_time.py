@@ -1,4 +1,4 @@
-"""The cost model of steps: from data sheets at first, then from what steps took, whatever else they bring."""
+"""The cost model of steps: from data sheets at first, then from what steps took."""
 
 from __future__ import annotations
 

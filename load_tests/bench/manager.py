@@ -51,7 +51,7 @@ from load_tests.harness.machine import conditions
 
 SECRET = "a benchmark"
 BLOCK, BLOCKS = 16, 50_000
-SESSION_S, VIEW_S, SETTLE_S, PATIENCE_S = 1.0, 1.0, 2.0, 300.0
+SESSION_S, VIEW_S, PATIENCE_S = 1.0, 1.0, 300.0
 PRIOR = (4e-3, 3e-5, 1e-9, 2e-5, 5e-9)
 THEIRS = tuple(f"theirs-{number}" for number in range(8))
 HELD = tuple(Reservation(20, 15, 200) for _ in THEIRS)
@@ -81,6 +81,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--ingresses", type=numbers, default=[1, 8])
     parser.add_argument("--rate", type=float, default=100.0, help="requests per second, of all ingresses together")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    parser.add_argument("--settle-seconds", type=float, default=2.0, help="of quiet before each measurement")
     return parser
 
 
@@ -99,7 +100,7 @@ def _measure(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
         address = manager.told()
         with _Process(_play_replicas, address, replicas) as fleet:
             fleet.told()
-            time.sleep(SETTLE_S)
+            time.sleep(options.settle_seconds)
             reports_share = manager.cpu_share(options.seconds)
             row: dict[str, Any] = {"reports_core_share": round(reports_share, 4), "by_ingresses": {}}
             for ingresses in options.ingresses:
@@ -117,7 +118,7 @@ def _with_ingresses(
 ) -> dict[str, float]:
     for process in processes:
         process.told()
-    time.sleep(SETTLE_S)
+    time.sleep(options.settle_seconds)
     views_share = manager.cpu_share(options.seconds) - reports_share
     before_s = manager.cpu_s()
     for process in processes:

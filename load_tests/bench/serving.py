@@ -69,7 +69,7 @@ from load_tests.traffic.workloads import CLOSED, LONG, SHORT, asks, bursts, mixe
 
 MOST_CONCURRENCY, MOST_TRIES = 10_000, 100
 ARRIVALS = {"poisson": poisson, "bursts": bursts}
-WARM_RATE, WARM_S = 1.0, 8.0
+WARM_RATE = 1.0
 CHECKED_PROMPTS, CHECKED_TOKENS, CHECK_TIMEOUT_S = (7, 200, 600), 12, 120.0
 
 
@@ -121,7 +121,7 @@ async def measure(peer: Peer, options: argparse.Namespace, number: int, results:
             answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
             return closed_row(answers, begin_s, end_s), answers
 
-        await open_loop(client, mixed(WARM_RATE, WARM_S, seed - 1))
+        await open_loop(client, mixed(WARM_RATE, options.warm_seconds, seed - 1))
         for rate in options.rates:
             await measured("mixed", f"{rate:g}", partial(mixed_once, rate))
         for rate in options.rates if options.trace else ():
@@ -182,6 +182,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=_integers, default=[16, 64], help="of the closed loops; empty: none")
     parser.add_argument("--seconds", type=float, default=60.0, help="of every open loop")
     parser.add_argument("--closed-seconds", type=float, help="of every closed loop; --seconds")
+    parser.add_argument("--warm-seconds", type=float, default=8.0, help="of the open loop that is not measured")
     parser.add_argument("--arrivals", choices=ARRIVALS, default="poisson")
     parser.add_argument("--tries", type=int, default=1, help="of a load that neighbours disturb, at most")
     parser.add_argument(

@@ -33,7 +33,7 @@ import numpy as np
 from configs.schema import BatonConfig
 from load_tests.chaos.crowd import Crowd, questions
 from load_tests.chaos.faults import KINDS, Faults
-from load_tests.chaos.held import leaked
+from load_tests.chaos.held import SETTLE_S, leaked
 from load_tests.chaos.mock import MAY, MUST_NOT, QUESTIONS, REPLICAS, WARM_UP_S, settings, warm
 from load_tests.harness.control_plane import in_process
 from load_tests.harness.machine import conditions, heap_bytes
@@ -75,7 +75,11 @@ def growth(samples: Sequence[Sample], figure: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """The settings of a run. `pause_s`: the longest pause between two faults. `kinds`: the faults that may be drawn."""
+    """The settings of a run.
+
+    `pause_s`: the longest pause between two faults. `settle_s`: the longest wait at the end for what must be
+    given back. `kinds`: the faults that may be drawn.
+    """
 
     seconds: float
     clients: int
@@ -83,6 +87,7 @@ class Soak:
     samples: int = SAMPLES
     pause_s: float = PAUSE_S
     warm_up_s: float = WARM_UP_S
+    settle_s: float = SETTLE_S
     questions: int = QUESTIONS
     kinds: Sequence[str] = KINDS
     replica_ids: Sequence[str] = REPLICAS
@@ -116,7 +121,7 @@ async def run(soak: Soak) -> dict[str, Any]:
                 await asyncio.sleep(max(0.0, began_s + number * seconds / samples - time.monotonic()))
                 taken.append(sample(began_s))
                 print(taken[-1], f"{disturber.counts.total()} faults", file=sys.stderr, flush=True)
-        more = await leaked(cluster, before)
+        more = await leaked(cluster, before, soak.settle_s)
     return {
         "minutes": round(seconds / 60, 1),
         "faults": disturber.counts.total(),

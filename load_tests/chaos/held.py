@@ -45,9 +45,9 @@ async def held(cluster: InProcess) -> dict[str, int]:
     return least
 
 
-async def leaked(cluster: InProcess, before: dict[str, int]) -> dict[str, int]:
-    """By how much each count is above what it was before, once none is or `SETTLE_S` have passed."""
-    deadline_s = asyncio.get_running_loop().time() + SETTLE_S
+async def leaked(cluster: InProcess, before: dict[str, int], settle_s: float = SETTLE_S) -> dict[str, int]:
+    """By how much each count is above what it was before, once none is or `settle_s` have passed."""
+    deadline_s = asyncio.get_running_loop().time() + settle_s
     least = _held(cluster)
     while (more := grown(least, before)) and asyncio.get_running_loop().time() < deadline_s:
         await asyncio.sleep(LOOK_S)

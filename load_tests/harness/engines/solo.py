@@ -29,10 +29,13 @@ class SoloError(Exception):
 
 
 class Solo:
-    """Asks one engine for steps with a known content. Prompts are random, so no cache has them."""
+    """Asks one engine for steps with a known content. Prompts are random, so no cache has them.
 
-    def __init__(self, core: Core, seed: int) -> None:
-        self._core, self._rng = core, random.Random(seed)
+    `step_timeout_s`: the longest wait for the steps that are asked for.
+    """
+
+    def __init__(self, core: Core, seed: int, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
+        self._core, self._rng, self._timeout_s = core, random.Random(seed), step_timeout_s
         self._running: list[str] = []
         self._asked = 0
 
@@ -88,7 +91,7 @@ class Solo:
     async def _until(self, wanted: Callable[[StepSample], bool], count: int) -> list[StepSample]:
         """The first `count` steps of the wanted kind. Raises SoloError when they do not come."""
         try:
-            async with asyncio.timeout(STEP_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 while len(found := [step for step in self._core.samples if wanted(step)]) < count:
                     self._core.check()
                     await asyncio.sleep(POLL_S)

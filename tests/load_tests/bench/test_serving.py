@@ -44,12 +44,12 @@ def test_serving_gives_medians_ratios_and_failures(
 ) -> None:
     monkeypatch.setattr(serving, "started", plain)
     monkeypatch.setattr(serving, "settings", lambda _: MADE)
-    monkeypatch.setattr(serving, "WARM_S", 0.2)
     arguments = [
         "--rounds=2",
         "--rates=20",
         "--concurrency=2",
         "--seconds=1",
+        "--warm-seconds=0.2",
         "--closed-seconds=2",
         "--slower=2",
         f"--out={tmp_path / 'runs'}",

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from load_tests.bench.soak import Sample, Soak, growth, run
-from load_tests.chaos import held
 from load_tests.chaos.faults import OFTEN
 from load_tests.chaos.mock import MUST_NOT
 from load_tests.harness.control_plane import REPLICAS, config
@@ -28,9 +27,7 @@ def frozen() -> Iterator[None]:
 
 
 @pytest.mark.slow
-async def test_a_short_soak_leaves_nothing(no_leaks: None, frozen: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "SETTLE_S", 3.0)
-    monkeypatch.setattr(held, "LOOK_S", 0.05)
+async def test_a_short_soak_leaves_nothing(no_leaks: None, frozen: None) -> None:
     quick = config(max_attempts=8, queue_timeout_s=20.0)
     soak = Soak(
         2.0,
@@ -38,6 +35,7 @@ async def test_a_short_soak_leaves_nothing(no_leaks: None, frozen: None, monkeyp
         samples=3,
         pause_s=0.2,
         warm_up_s=0.5,
+        settle_s=10.0,
         questions=6,
         kinds=OFTEN,
         replica_ids=tuple(REPLICAS),

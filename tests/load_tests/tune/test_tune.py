@@ -93,10 +93,10 @@ class FormulaEngine:
 
 
 @contextlib.asynccontextmanager
-async def alone(engine: FormulaEngine) -> AsyncIterator[Solo]:
+async def alone(engine: FormulaEngine, **options: Any) -> AsyncIterator[Solo]:
     core = Core(cast(Engine, engine), await engine.start())
     try:
-        yield Solo(core, seed=1)
+        yield Solo(core, seed=1, **options)
     finally:
         await core.close()
 
@@ -123,13 +123,10 @@ async def test_steps_are_those_of_so_many_sequences_and_no_others() -> None:
         await engine.keep_decoding(0)
 
 
-async def test_steps_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with alone(FormulaEngine()) as engine:
-        await engine.decoding(2, 256)
-        await engine._core.engine.abort(engine._running)
-        monkeypatch.setattr(solo_module, "STEP_TIMEOUT_S", 0.1)
+async def test_steps_that_do_not_come_are_not_waited_for_without_end() -> None:
+    async with alone(FormulaEngine(), step_timeout_s=0.1) as engine:
         with pytest.raises(SoloError, match="did not come"):
-            await engine.beside(128)
+            await engine.beside(BUDGET + 1)
 
 
 async def test_a_dead_engine_is_an_error() -> None:

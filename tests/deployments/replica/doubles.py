@@ -1,0 +1,163 @@
+"""A replica whose engine and manager do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from configs.schema import PlacementConfig
+from deployments.engine.cache_log import CacheLog
+from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Identity, Output, Step
+from deployments.errors import Unavailable
+from deployments.manager.calls import Call, Report
+from deployments.messages import (
+    CacheChange,
+    Peers,
+    Phase,
+    ReplicaSnapshot,
+    ReportAnswer,
+    Reservation,
+    Role,
+    SessionTask,
+    StepSample,
+)
+from deployments.output_stream import OutputReceiver
+from deployments.replica.replica import Replica
+from deployments.replica.timings import Timings
+
+WAIT_S = 60.0
+LEASE_S = 0.8
+SLOW = Timings(heartbeat_s=1000.0)
+"""The heart beats too slowly to help."""
+INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
+
+
+class ScriptedEngine:
+    """Does what the test says, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.loaded = asyncio.Event()
+        self.loaded.set()
+        self.steps: asyncio.Queue[Step | EngineError] = asyncio.Queue()
+        self.added: list[tuple[bytes, ...]] = []
+        self.aborted: list[str] = []
+        self.met: list[Sequence[tuple[str, ...]]] = []
+        self.is_busy = False
+        self.shutdowns = 0
+        self.refusal: EngineError | None = None
+        self.start_error: EngineError | None = None
+        self.cache = CacheLog()
+
+    async def start(self) -> EngineInfo:
+        await self.loaded.wait()
+        if self.start_error is not None:
+            raise self.start_error
+        return INFO
+
+    async def add(self, frames: tuple[bytes, ...]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.added.append(frames)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def step(self) -> Step:
+        step = await self.steps.get()
+        if isinstance(step, EngineError):
+            raise step
+        return step
+
+    def encode(self, payloads: list[Any]) -> list[bytes]:
+        return [repr(payloads).encode()]
+
+    async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
+        if self.is_busy:
+            self.is_busy = False
+            raise TimeoutError
+        self.met.append(peers)
+
+    def cache_change(self, whole: bool) -> CacheChange | None:
+        return self.cache.change(whole)
+
+    async def counters(self) -> dict[str, float]:
+        return {"bytes_written": 7.0, "open_receiving": 0.0, "open_writing": 0.0}
+
+    async def shutdown(self) -> None:
+        self.shutdowns += 1
+
+    def put(self, *outputs: tuple[str, int, bool], steps: tuple[StepSample, ...] = (), **load: Any) -> None:
+        taken = tuple(Output(*output, payload=output) for output in outputs)
+        self.steps.put_nowait(Step(taken, EngineLoad(**load), steps))
+
+
+class Manager:
+    """Takes snapshots; `outage` is raised instead."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[ReplicaSnapshot] = []
+        self.outage: Unavailable | None = None
+        self.peers: Peers | None = None
+        self.resync, self.held = False, set[Phase]()
+        self.move: tuple[str, ...] = ()
+        self.interval_s = 0.0
+        self.refused = 0
+        self._came = asyncio.Event()
+
+    async def ask(self, call: Call[Any]) -> Any:
+        assert isinstance(call, Report), "a replica asks for nothing else"
+        snapshot = call.snapshot
+        if self.outage is not None:
+            self.refused += 1
+            raise self.outage
+        self.snapshots.append(snapshot)
+        self._came.set()
+        resync, self.resync = self.resync, False
+        peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
+        return ReportAnswer(peers, resync, snapshot.phase in self.held, self.move, self.interval_s)
+
+    @property
+    def last(self) -> ReplicaSnapshot:
+        return self.snapshots[-1]
+
+    async def until(self, condition: Callable[[ReplicaSnapshot], bool]) -> ReplicaSnapshot:
+        async with asyncio.timeout(WAIT_S):
+            while not (self.snapshots and condition(self.last)):
+                self._came.clear()
+                await self._came.wait()
+        return self.last
+
+
+class Fixture:
+    """A replica, its engine, the manager and an ingress."""
+
+    def __init__(self, timings: Timings = SLOW, overcommit: float = 1.0) -> None:
+        self.engine, self.manager = ScriptedEngine(), Manager()
+        identity = Identity("r0", "decode-small", Role.DECODE, "node", "127.0.0.1")
+        config = PlacementConfig(snapshot_interval_s=0.005, ingress_lease_s=LEASE_S, overcommit=overcommit)
+        self.replica = Replica(identity, self.engine, self.manager, config, timings)
+        self.ingress = OutputReceiver("127.0.0.1")
+
+    def task(self, request_id: str = "a", timeout_s: float = 60.0, **changes: Any) -> SessionTask:
+        request = (request_id.encode(),)
+        address = changes.get("reply_to", self.ingress.address)
+        reserved = changes.get("reservation", Reservation(4, 3, 40, 30, 0.5))
+        movable = changes.get("movable", False)
+        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, address, timeout_s, 30, reserved, movable)
+
+    async def begin(self, request_id: str = "a", **changes: Any) -> asyncio.Task[Any]:
+        """A run that the engine has taken."""
+        run = asyncio.create_task(self.replica.run(self.task(request_id, **changes)))
+        await until(lambda: (request_id.encode(),) in self.engine.added)
+        return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def receive(ingress: OutputReceiver) -> tuple[str, list[bytes]]:
+    return await asyncio.wait_for(ingress.receive(), WAIT_S)

@@ -1,0 +1,65 @@
+"""The parts that move to another replica, and the log of those that have ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deployments.engine.protocol import EngineError
+from deployments.messages import MOVED, Finished
+from deployments.replica.parts import FINISHED_KEPT
+from tests.deployments.replica.doubles import WAIT_S, Fixture, until
+
+
+async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
+    runs = {name: await up.begin(name, movable=name != "c") for name in "abcd"}
+    up.engine.put(("a", 2, False), ("b", 1, False), ("c", 1, False))
+    await until(lambda: up.replica._parts.open["a"].started)
+    assert up.replica.move_out(["s-a", "s-c", "s-d", "s-nobody"]) == 2
+    report = await asyncio.wait_for(runs["a"], WAIT_S)
+    assert (report.outcome, report.output_tokens) == (MOVED, 2)
+    assert up.engine.aborted == ["a"], "it has given its blocks back when it says so"
+    up.engine.put(("d", 1, False), ("c", 1, False))
+    assert (await asyncio.wait_for(runs["d"], WAIT_S)).outcome == MOVED
+    told = await up.manager.until(lambda snapshot: snapshot.counters.get("moved_out") == 2)
+    assert told.sessions == ("s-b", "s-c")
+    assert told.finished[-1] == Finished("s-d", 1, 1)
+    assert up.replica.move_out() == 1
+    assert (await asyncio.wait_for(runs["b"], WAIT_S)).outcome == MOVED
+    up.engine.put(("c", 1, True))
+    assert (await asyncio.wait_for(runs["c"], WAIT_S)).outcome == "finished"
+    assert up.replica.move_out() == 0
+
+
+async def test_it_tells_which_parts_ended_however_they_did(up: Fixture) -> None:
+    run, lost = await up.begin("a"), await up.begin("b")
+    await up.manager.until(lambda snapshot: len(snapshot.sessions) == 2)
+    up.engine.put(("a", 1, False))
+    up.engine.put(("a", 2, True), ("b", 1, False))
+    await asyncio.wait_for(run, WAIT_S)
+    await until(lambda: up.replica._parts.open["b"].output_tokens == 1)
+    lost.cancel()
+    await asyncio.wait([lost])
+    up.engine.refusal = EngineError("not a request")
+    with pytest.raises(EngineError):
+        await up.replica.run(up.task("c"))
+    told = await up.manager.until(lambda snapshot: snapshot.finished_version == 3)
+    assert told.finished == (Finished("s-a", 1, 3), Finished("s-b", 1, 1), Finished("s-c", 1, 0))
+    begun = [s for s in up.manager.snapshots if s.sessions or s.finished]
+    assert len(begun) < len(up.manager.snapshots)
+    for snapshot in begun:
+        ended = {part.session_id for part in snapshot.finished}
+        assert not ended & set(snapshot.sessions), "a part that ended runs no more"
+    both = begun[next(n for n, snapshot in enumerate(begun) if len(snapshot.sessions) == 2) :]
+    assert all({"s-a", "s-b"} <= {*s.sessions, *(part.session_id for part in s.finished)} for s in both)
+
+
+async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: Fixture) -> None:
+    up.engine.refusal = EngineError("not a request")
+    count = FINISHED_KEPT + 6
+    for number in range(count):
+        with pytest.raises(EngineError):
+            await up.replica.run(up.task(f"r{number}"))
+    told = await up.manager.until(lambda snapshot: snapshot.finished_version == count)
+    assert [part.session_id for part in told.finished] == [f"s-r{number}" for number in range(6, count)]

@@ -34,7 +34,7 @@ INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
 
 
 class ScriptedEngine:
-    """Does what the test says, and notes what it is asked."""
+    """Does what the test says, and notes what it is asked. `looks`: how often its counters were asked for."""
 
     def __init__(self) -> None:
         self.loaded = asyncio.Event()
@@ -43,7 +43,9 @@ class ScriptedEngine:
         self.added: list[tuple[bytes, ...]] = []
         self.aborted: list[str] = []
         self.met: list[Sequence[tuple[str, ...]]] = []
-        self.is_busy = False
+        self.is_busy = self.answers_late = False
+        self.kv = {"bytes_written": 7.0, "open_receiving": 0.0, "open_writing": 0.0}
+        self.looks = 0
         self.shutdowns = 0
         self.refusal: EngineError | None = None
         self.start_error: EngineError | None = None
@@ -82,7 +84,10 @@ class ScriptedEngine:
         return self.cache.change(whole)
 
     async def counters(self) -> dict[str, float]:
-        return {"bytes_written": 7.0, "open_receiving": 0.0, "open_writing": 0.0}
+        self.looks += 1
+        if self.answers_late:
+            raise TimeoutError
+        return dict(self.kv)
 
     async def shutdown(self) -> None:
         self.shutdowns += 1

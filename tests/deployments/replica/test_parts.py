@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from deployments.engine.protocol import EngineError
-from deployments.messages import MOVED, Finished
-from deployments.replica.parts import FINISHED_KEPT
+from deployments.messages import MOVED, Finished, SessionTask
+from deployments.replica.parts import FINISHED_KEPT, Part, Parts
 from tests.deployments.replica.doubles import WAIT_S, Fixture, until
 
 
@@ -63,3 +64,74 @@ async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: F
             await up.replica.run(up.task(f"r{number}"))
     told = await up.manager.until(lambda snapshot: snapshot.finished_version == count)
     assert [part.session_id for part in told.finished] == [f"s-r{number}" for number in range(6, count)]
+
+
+# ---- the parts alone
+
+
+def begun(parts: Parts, request_id: str = "a", started: bool = True) -> Part:
+    """A movable part; `started`: it has had an output."""
+    part = parts.begin(SessionTask(f"s-{request_id}", 1, "r0", request_id, (), "tcp://one", 60.0, 30, movable=True))
+    part.started = started
+    return part
+
+
+async def test_a_part_that_is_over_keeps_its_outcome() -> None:
+    parts = Parts()
+    finished, failed = begun(parts, "a"), begun(parts, "b")
+    finished.done.set_result("finished")
+    failed.fail("out of memory")
+    assert parts.move_out() == 0
+    parts.fail("the replica is stopping")
+    parts.orphan(["tcp://one"])
+    assert finished.done.result() == "finished"
+    with pytest.raises(EngineError, match="out of memory"):
+        failed.done.result()
+    assert parts.moved_out == 0
+    parts.end(finished)
+    assert parts.tell() == (Finished("s-a", 1, 0, orphaned=True),), "its ingress will not close the session"
+
+
+async def test_a_part_moves_once() -> None:
+    parts = Parts()
+    part = begun(parts)
+    assert [parts.move_out() for _ in range(2)] == [1, 0]
+    parts.move_if_started(part)
+    assert (part.done.result(), parts.moved_out) == (MOVED, 1)
+
+
+async def test_a_part_without_an_output_moves_with_its_first_one_and_one_that_is_not_asked_for_stays() -> None:
+    parts = Parts()
+    waits, stays = begun(parts, "a", started=False), begun(parts, "b")
+    assert [parts.move_out(["s-a"]) for _ in range(2)] == [1, 1]
+    parts.move_if_started(waits)
+    assert (waits.done.done(), parts.moved_out) == (False, 0)
+    waits.started = True
+    for part in (waits, stays):
+        parts.move_if_started(part)
+    assert (waits.done.result(), stays.done.done(), parts.moved_out) == (MOVED, False, 1)
+
+
+async def test_parts_are_orphaned_by_their_own_ingress_alone() -> None:
+    parts = Parts()
+    mine, other = begun(parts, "a"), begun(parts, "b")
+    for gone in ([], ["tcp://two"]):
+        parts.orphan(gone)
+        assert not mine.done.done()
+    other.task = replace(other.task, reply_to="tcp://two")
+    parts.orphan(["tcp://one", "tcp://three"])
+    with pytest.raises(EngineError, match="the ingress is gone"):
+        mine.done.result()
+    assert (mine.orphaned, other.orphaned, other.done.done()) == (True, False, False)
+
+
+async def test_the_log_is_filling_when_half_of_it_is_news() -> None:
+    parts = Parts()
+    for _ in range(2):
+        for _ in range(FINISHED_KEPT // 2):
+            assert not parts.is_log_filling
+            parts.end(begun(parts))
+        assert parts.is_log_filling
+        parts.tell()
+    assert not parts.open
+    assert parts.ended_version == len(parts.tell()) == FINISHED_KEPT, "what was told stays in the log"

@@ -40,7 +40,7 @@ async def test_aborting_in_the_queue(launch: Launch) -> None:
 async def test_a_session_makes_no_call_in_its_request_s_context(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Serve cancels every call made in the context of a request whose client goes away, the closing one too."""
+    """Serve cancels every call made in the context of a request when its client goes away, the closing one too."""
     heard: dict[type[object], object] = {}
 
     def listen(owner: object, method: str) -> None:

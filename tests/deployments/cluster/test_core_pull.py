@@ -1,4 +1,4 @@
-"""A session whose KV cache decode pulls, in the cluster core: who is called when, with what, and what ends the calls.
+"""A session whose KV cache decode pulls, in the cluster core: the calls, their order and contents, and what ends them.
 
 The replicas are doubles that are told what to answer; what they answer travels as engine outputs do.
 """

@@ -36,7 +36,7 @@ async def owner_of(cluster: InProcess, answer: Answer) -> str:
 
 
 async def begun(cluster: InProcess, asked: list[int], **sampling: Any) -> tuple[Answer, str]:
-    """A long answer of which decode has given some tokens, and who gives them."""
+    """A long answer of which decode has given some tokens, and the replica that gives them."""
     answer = await (await cluster.ask(asked, **{"max_tokens": LONG, **sampling})).has(5)
     return answer, await owner_of(cluster, answer)
 
@@ -74,7 +74,7 @@ async def test_a_session_is_moved_and_its_answer_is_the_same(cluster: InProcess)
         name: each["counters"]["moved_out"] for name, each in (await cluster.manager.ask(Status()))["replicas"].items()
     }
     assert counted == {PREFILL: 0, source: 1, other(source): 0}
-    assert not cluster.manager._allocator.breakers, "it is nobody's fault"
+    assert not cluster.manager._allocator.breakers, "a move is no failure"
 
 
 async def moved_to(cluster: InProcess, answer: Answer, replica_id: str) -> bool:
@@ -227,7 +227,7 @@ async def test_outputs_that_never_came_are_computed_again(cluster: InProcess, mo
 
 
 @pytest.mark.slow
-async def test_a_crowd_is_moved_about_at_random_and_nobody_notices(cluster: InProcess) -> None:
+async def test_a_crowd_is_moved_about_at_random_and_no_answer_changes(cluster: InProcess) -> None:
     draw = random.Random(3)
     crowd = Crowd(cluster, await questions(cluster, draw, 30), draw)
 
@@ -269,7 +269,7 @@ async def test_sessions_are_moved_before_blocks_run_out(launch: Callable[..., An
 
 
 @pytest.mark.slow
-async def test_where_nobody_has_room_nobody_is_moved(launch: Callable[..., Any]) -> None:
+async def test_where_no_replica_has_room_no_session_is_moved(launch: Callable[..., Any]) -> None:
     cluster = await launch(config(overcommit=2.0), [PREFILL, SMALL])
     asked = [prompt(20), prompt(21)]
     answers = [await cluster.ask(each, **TIGHT) for each in asked]

@@ -17,7 +17,7 @@ from deployments.messages import Reject
         (Reject("busy", 1.0), 429, "overloaded", "1"),
         (Reject("no priority class 'vip'", code="unknown_class"), 400, "unknown_class", None),
         (Reject("too long"), 400, "context_length_exceeded", None),
-        (Reject("nobody is up", 2.0, unavailable=True, code="queue_timeout"), 503, "no_replica_available", "5"),
+        (Reject("no replica is up", 2.0, unavailable=True, code="queue_timeout"), 503, "no_replica_available", "5"),
     ],
 )
 def test_a_refusal_reaches_the_client(reject: Reject, status: int, code: str, retry_after: str | None) -> None:

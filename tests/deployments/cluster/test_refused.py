@@ -69,7 +69,7 @@ async def test_a_session_manager_that_cannot_be_reached(cluster: InProcess, monk
     await cluster.settle()
 
 
-async def test_what_nobody_foresaw_is_an_error_and_no_silence(
+async def test_an_unforeseen_failure_is_an_error_and_no_silence(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*args: Any) -> None:

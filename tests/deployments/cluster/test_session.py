@@ -55,7 +55,7 @@ def failed(session: Session) -> list[Effect]:
 
 
 def lost(session: Session) -> list[Effect]:
-    return session.lost(ReplicaLost("nobody knows"))
+    return session.lost(ReplicaLost("unknown cause"))
 
 
 def pulled(session: Session) -> list[Effect]:

@@ -74,7 +74,7 @@ async def test_an_ingress_whose_time_is_over_ends_its_sessions_with_an_error(clu
     await cluster.settle()
 
 
-async def test_where_all_leave_nobody_waits_for_a_place_and_what_runs_goes_on(launch: Launch) -> None:
+async def test_where_all_leave_no_session_waits_for_a_place_and_what_runs_goes_on(launch: Launch) -> None:
     cluster = await launch(config(ONE_SEAT))
     asked = [prompt(8 + number) for number in range(4)]
     whole = [await cluster.local(each, max_tokens=60) for each in asked[:2]]
@@ -119,7 +119,7 @@ async def test_the_ingress_shuts_down_with_sessions_open(launch: Launch) -> None
 
 
 async def test_the_ingress_dies_with_sessions_open(launch: Launch) -> None:
-    """Nobody tells the replicas or the manager anything."""
+    """Neither the replicas nor the manager are told anything."""
     cluster = await launch(config(ingress_lease_s=2.0))
     answers = [await cluster.ask(prompt(8), max_tokens=400) for _ in range(3)]
     for answer in answers:

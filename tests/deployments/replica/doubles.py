@@ -1,4 +1,4 @@
-"""A replica whose engine and manager do what the test says."""
+"""A replica with an engine and a manager that do what the test says."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from deployments.replica.readings import STEPS_KEPT, Readings
 from tests.deployments.replica.doubles import WAIT_S, Fixture, ScriptedEngine, until
 
 
-async def test_an_idle_engine_uses_nothing_whatever_it_said_last(up: Fixture) -> None:
+async def test_an_idle_engine_uses_nothing_even_if_its_last_step_said_so(up: Fixture) -> None:
     run = asyncio.create_task(up.replica.run(up.task("a")))
     await until(lambda: bool(up.engine.added))
     up.engine.put(("a", 1, True), used_blocks=40, running=1)

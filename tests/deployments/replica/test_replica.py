@@ -76,7 +76,7 @@ async def test_a_run_that_takes_too_long_expires(up: Fixture) -> None:
     assert up.engine.aborted == ["a"]
 
 
-async def test_a_request_that_the_engine_refuses_harms_nobody_else(up: Fixture) -> None:
+async def test_a_request_that_the_engine_refuses_harms_no_other(up: Fixture) -> None:
     other = await up.begin("b")
     up.engine.refusal = EngineError("not a request")
     with pytest.raises(EngineError, match="not a request"):
@@ -134,7 +134,7 @@ async def test_a_dead_engine_fails_open_runs_and_the_health_check(up: Fixture) -
     await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)  # nothing may be placed on it
 
 
-async def test_an_engine_that_dies_while_it_takes_a_request_leaves_no_error_that_nobody_saw(up: Fixture) -> None:
+async def test_an_engine_that_dies_while_it_takes_a_request_leaves_no_error_unread(up: Fixture) -> None:
     said = list[str]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
 

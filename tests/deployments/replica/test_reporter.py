@@ -141,7 +141,7 @@ async def test_it_tells_what_its_engine_caches(up: Fixture) -> None:
     up.engine.put(cached_blocks=9, used_blocks=4)
     then = await up.manager.until(lambda snapshot: snapshot.cache is not None and snapshot.cache.sequence > 1)
     assert then.cache == CacheChange(2, stored=(1, 2))
-    assert then.cached_blocks in (5, 9)  # an idle engine uses no block, whatever it said last
+    assert then.cached_blocks in (5, 9)  # an idle engine uses no block, even if its last step said so
 
 
 async def test_it_tells_the_whole_when_the_manager_missed_something(up: Fixture) -> None:

@@ -1,4 +1,4 @@
-"""Ingresses that are gone, whose sessions end."""
+"""Ingresses that are gone lose their sessions, and an engine that hangs is given up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_an_ingress_that_dies_ends_its_runs_and_no_others(up: Fixture, mon
 
 @pytest.mark.slow
 async def test_an_ingress_that_does_not_answer_is_gone_after_its_lease(up: Fixture) -> None:
-    """Its process is stopped, say: connections stay, and nobody moves."""
+    """Its process is stopped, say: its connections stay open, and it reads nothing."""
     mute = socket.create_server(("127.0.0.1", 0))
     address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
     code = (

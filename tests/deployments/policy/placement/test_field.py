@@ -7,7 +7,6 @@ import random
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
-from deployments.policy.placement.choice import near_s
 from deployments.policy.placement.estimates import Knowledge, Limits
 from deployments.policy.placement.field import Field, PlacementSettings, claimed, takes
 
@@ -50,9 +49,3 @@ def test_a_claim_is_on_the_replica_nearest_to_room_of_those_large_enough() -> No
     assert claimed(REQUEST, VIEW) == "d0"
     assert claimed(REQUEST, VIEW.without_room_on(["d0"])) == "d1", "d2 is too small"
     assert claimed(SessionRequest("b", 2000, 2000), VIEW) is None
-
-
-def test_costs_are_near_by_seconds_or_by_share_whichever_is_more() -> None:
-    weights = PlacementSettings().weights
-    assert near_s(0.0, weights) == weights.near_s
-    assert near_s(-1e6, weights) == weights.near_share * 1e6

@@ -1,0 +1,107 @@
+"""Moves: which sessions a replica gives up, by the settings, the fleet and the breakers; which replicas are barred."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deployments.fleet.columns import UNKNOWN
+from deployments.fleet.fleet import Fleet
+from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Reservation, Role, SessionRequest
+from deployments.policy.admission.breakers import FIRST_S, Breakers
+from deployments.policy.moves import Moves
+from deployments.policy.placement.estimates import Limits
+from deployments.policy.placement.field import PlacementSettings
+
+REQUEST = SessionRequest("a", 140, 500)
+
+
+def info(name: str, role: Role = Role.DECODE, **more: Any) -> ReplicaInfo:
+    shape = {"fingerprint": "engine", "total_blocks": 60, "max_model_len": 4096, **more}
+    return ReplicaInfo(name, f"pool-{name}", role, "node", block_size=16, max_sessions=8, **shape)
+
+
+def pressed(replica: ReplicaInfo) -> ReplicaSnapshot:
+    """It has two long answers and one free block."""
+    return ReplicaSnapshot(
+        replica.replica_id,
+        2,
+        Phase.READY,
+        replica,
+        used_blocks=replica.total_blocks - 1,
+        running=2,
+        sessions=("a", "b"),
+        reservations=(Reservation(40, 40, 400),) * 2,
+        held_tokens=(160, 320),
+        movable=frozenset("ab"),
+    )
+
+
+class Stage:
+    """A pressed replica `d0`, and another one that is empty."""
+
+    def __init__(self, settings: PlacementSettings | None = None, other: ReplicaInfo | None = None) -> None:
+        self.fleet = Fleet({"pool-d0": Role.DECODE, "pool-d1": Role.DECODE}, stale_s=60.0)
+        other = other or info("d1")
+        self.fleet.update(ReplicaSnapshot("d1", 1, Phase.READY, other), 0.0)
+        self.breakers = Breakers()
+        self.moves = Moves(settings or PlacementSettings(), self.fleet, self.breakers, interval_s=0.1)
+
+    def choose(
+        self, snapshot: ReplicaSnapshot | None = None, request: SessionRequest | None = REQUEST, now_s: float = 0.0
+    ) -> tuple[str, ...]:
+        snapshot = snapshot or pressed(info("d0"))
+        self.fleet.update(snapshot, now_s)
+        return self.moves.choose(snapshot, UNKNOWN, lambda session_id: request, now_s)
+
+
+def test_a_session_moves_where_another_replica_has_room_and_both_replicas_take_no_new_one() -> None:
+    stage = Stage()
+    assert stage.choose() == ("a",)
+    assert sorted(stage.moves.barred(0.0, moving=False)) == ["d0", "d1"]
+    assert stage.moves.barred(0.0, moving=True) == ("d0",), "the other has kept its room for sessions that move"
+
+
+def test_none_moves_where_moves_are_off() -> None:
+    assert Stage(PlacementSettings(moves=False)).choose() == ()
+
+
+def test_a_prefill_replica_gives_nothing_up() -> None:
+    assert Stage().choose(pressed(info("d0", Role.PREFILL))) == ()
+
+
+@pytest.mark.parametrize("unsaid", [{"held_tokens": ()}, {"info": None}])
+def test_a_replica_that_does_not_say_what_it_holds_gives_nothing_up(unsaid: dict[str, Any]) -> None:
+    stage = Stage()
+    assert stage.moves.choose(replace(pressed(info("d0")), **unsaid), UNKNOWN, lambda session_id: REQUEST, 0.0) == ()
+    assert stage.moves.barred(0.0, moving=False) == ()
+
+
+def test_none_moves_to_a_replica_with_another_engine() -> None:
+    assert Stage(other=info("d1", fingerprint="another")).choose() == ()
+
+
+def test_none_moves_to_a_replica_that_has_just_lost_a_session() -> None:
+    stage = Stage()
+    stage.breakers.lost("d1", 0.0)
+    assert stage.choose() == ()
+    assert stage.choose(now_s=10 * FIRST_S) == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "other", "request_", "moved"),
+    [
+        pytest.param({"limits": {"pool-d1": Limits(max_prompt_tokens=159)}}, {}, REQUEST, (), id="long by now"),
+        pytest.param({"limits": {"pool-d1": Limits(max_prompt_tokens=160)}}, {}, REQUEST, ("a",), id="just not"),
+        pytest.param({}, {"max_model_len": 639}, REQUEST, (), id="too long at its end"),
+        pytest.param({}, {"max_model_len": 640}, REQUEST, ("a",), id="as long as may be"),
+        pytest.param({}, {"max_model_len": 639}, None, ("a",), id="the request of another allocator"),
+    ],
+)
+def test_a_replica_must_take_what_is_left_of_the_request(
+    settings: Any, other: Any, request_: SessionRequest | None, moved: tuple[str, ...]
+) -> None:
+    stage = Stage(PlacementSettings(**settings), info("d1", **other))
+    assert stage.choose(request=request_) == moved

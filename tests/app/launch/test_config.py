@@ -1,0 +1,93 @@
+"""The effective configuration, and what is printed about it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.launch.config import (
+    LaunchError,
+    base_url,
+    cpus_needed,
+    curl_line,
+    load_config,
+    model_of,
+    parse_address,
+    with_model,
+)
+from app.launch.ports import RayPorts
+from configs.schema import BatonConfig
+from tests.app.launch.configurations import write
+
+
+def test_the_port_is_overridden_and_the_rest_stays(config_path: Path) -> None:
+    config = load_config(config_path, 8123)
+    assert config["http_options"] == {"host": "0.0.0.0", "port": 8123, "root_path": "/x"}
+    assert load_config(config_path, None)["http_options"]["port"] == 9000
+    assert base_url(config) == "http://127.0.0.1:8123"
+
+
+def test_http_options_have_loopback_defaults(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path / "c.yaml"), None)
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8000}
+
+
+def test_the_model_source_becomes_the_checkpoint(config_path: Path) -> None:
+    config = load_config(config_path, None)
+    changed = with_model(config, "/checkpoint")
+    assert model_of(changed).model.source == "/checkpoint"
+    assert model_of(changed).model.name == model_of(config).model.name
+    assert "model" not in config["applications"][0]["args"], "the original is left alone"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [", "is not YAML"),
+        ("[]", "exactly one entry"),
+        ("applications: []", "exactly one entry"),
+        ("applications: [{args: {prefil: {}}}]", "is not valid"),
+    ],
+)
+def test_a_wrong_configuration_says_why(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(LaunchError, match=reason):
+        load_config(path, None)
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot read"):
+        load_config(tmp_path / "none.yaml", None)
+
+
+def test_the_curl_line_is_a_command_with_a_valid_body() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "m"))
+    assert words[2] == "http://127.0.0.1:8000/v1/chat/completions"
+    assert json.loads(words[-1])["model"] == "m"
+
+
+def test_addresses() -> None:
+    assert parse_address(None, 1, 2) == RayPorts("127.0.0.1", 1, 2)
+    assert parse_address("head:6380", 1, 2) == RayPorts("head", 6380, 2)
+    for wrong in ("auto", "head:", ":1"):
+        with pytest.raises(LaunchError, match="host:port"):
+            parse_address(wrong, 1, 2)
+
+
+def test_an_update_has_logical_cpus_for_successors() -> None:
+    def needed(**prefill: Any) -> int:
+        pool = {"engine": {"kind": "mock"}}
+        return cpus_needed(
+            BatonConfig.model_validate(
+                {"prefill": {"resources": {"num_cpus": 4}, **pool, **prefill}, "decode": {"d": pool}}
+            )
+        )
+
+    assert needed(surge_percent=0) == 4 + 2 + 1 + 1
+    assert needed() == needed(surge_percent=100) == 2 * 4 + 2 + 1 + 1
+    assert needed(replicas=5) == (5 + 2) * 4 + 2 + 1 + 1

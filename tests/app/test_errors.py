@@ -1,0 +1,35 @@
+"""Why a request fails, as an HTTP response."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.errors import TABLE, answer
+from deployments import errors
+
+
+def test_every_session_error_is_in_the_table() -> None:
+    classes = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)}
+    assert classes <= TABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry_after"),
+    [
+        (errors.NeverFits("x"), 400, "context_length_exceeded", None),
+        (errors.UnknownClass("x"), 400, "unknown_class", None),
+        (errors.Overloaded("x", 2.1), 429, "overloaded", "3"),
+        (errors.Overloaded("x", 0.2, "predicted_ttft"), 429, "predicted_ttft", "1"),
+        (errors.Unavailable("x"), 503, "no_replica_available", "5"),
+        (errors.ReplicaLost("x"), 503, "replica_lost", "1"),
+        (errors.HandoffFailed("x"), 503, "handoff_failed", "1"),
+        (errors.SessionTimeout("x"), 504, "session_timeout", None),
+        (errors.SessionError(), 500, "session_failed", None),
+        (KeyError("secret"), 500, "internal_error", None),
+    ],
+)
+def test_the_table(error: Exception, status: int, code: str, retry_after: str | None) -> None:
+    response = answer(error)
+    assert (response.status, response.body["error"]["code"]) == (status, code)
+    assert response.headers.get("retry-after") == retry_after
+    assert "secret" not in str(response.body)

@@ -21,7 +21,7 @@ async def get(path: str, control: Control) -> httpx.Response:
         return await http.get(path)
 
 
-async def test_health_is_alive_whatever_the_control_plane_does() -> None:
+async def test_health_is_alive_when_the_control_plane_fails() -> None:
     response = await get("/health", Control(RuntimeError("down")))
     assert (response.status_code, response.json()) == (200, {"status": "alive"})
     assert response.headers["x-request-id"]
@@ -125,7 +125,7 @@ async def test_a_bad_request_id_is_replaced(given: str | bytes) -> None:
     assert toy.headers[b"x-request-id"] == fresh.encode()
 
 
-async def test_the_context_says_who_asks_and_a_long_header_is_refused() -> None:
+async def test_the_context_names_the_client_and_a_long_header_is_refused() -> None:
     seen: list[RequestContext] = []
 
     async def note(context: RequestContext, receive: Receive) -> None:

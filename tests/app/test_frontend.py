@@ -193,7 +193,7 @@ def server(running: Server) -> Iterator[Server]:
 
 
 async def test_warnings_of_ours_are_not_lost(server: Server) -> None:
-    """Whatever the packages beneath vLLM's server do to the root logger."""
+    """The packages beneath vLLM's server may change the root logger."""
     assert logging.getLogger("baton.core").isEnabledFor(logging.WARNING)
 
 

@@ -1,4 +1,4 @@
-"""Who asks, for what class and in which session, by headers and body."""
+"""A request's client, class and session, by its headers and body."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_everything_but_the_folder_of_vllm_imports_without_vllm_and_ray() -> Non
         if path.name != "__init__.py" and "vllm" not in path.relative_to(ROOT).parts
     ]
     assert "transfer.check.run" in modules
-    # Ten seconds as a rule; once over a hundred, and nobody could say where they went.
+    # Ten seconds as a rule; once over a hundred, for a reason that was not found.
     where = f"import faulthandler\nfaulthandler.dump_traceback_later({2 * WAIT_S}, exit=True)\n"
     program = f"{where}import sys\nsys.modules.update(dict.fromkeys({BLOCKED}))\nimport {', '.join(modules)}\n"
     ended = subprocess.run(

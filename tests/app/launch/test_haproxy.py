@@ -86,4 +86,4 @@ def test_no_two_have_a_port_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         third, ports = claim_ports()
         third.close()
-    assert ports.start == 32_611, "of the other block somebody else has one that HAProxy needs"
+    assert ports.start == 32_611, "another process has a port of the other block"

@@ -276,7 +276,7 @@ def test_a_thread_that_does_not_end_is_given_up_and_said_where_it_is(
     os.close(prefill.channel._wake)
 
 
-def test_replicas_meet_before_the_first_request_and_forget_who_is_gone(
+def test_replicas_meet_before_the_first_request_and_forget_a_replica_that_is_gone(
     prefill: Any, decode: Any, make_side: Callable[..., Any]
 ) -> None:
     other = make_side("other")

@@ -61,7 +61,7 @@ class Computing:
         assert self.done.wait(60)
 
 
-def test_a_layer_goes_when_it_is_computed_and_nobody_waits_for_the_next(prefill: Any, decode: Any) -> None:
+def test_a_layer_goes_when_it_is_computed_and_does_not_wait_for_the_next(prefill: Any, decode: Any) -> None:
     prefill.fill([3, 4], 1)
     layers = [Computing() for _ in range(prefill.layers)]
     decode.channel.offer(("s", 1), "d", [prefill.channel.address], 0, [1, 2], False)

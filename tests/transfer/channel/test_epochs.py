@@ -1,6 +1,6 @@
 """Two epochs of one session over a network that delivers in any order, late and more than once. No threads.
 
-Whatever the order: what arrives is right, and memory is not written after its epoch was reported over.
+In every order, what arrives is right, and memory is not written after its epoch was reported over.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def test_200_meetings_leave_both_processes_as_they_were(pair: tuple[Remote, Remo
             before = [remote.call("resources") for remote in pair]
         decode.call("meet", [])
         wait_resource(decode, "connections", 0)
-    hand_over(prefill, decode, "between")  # and whatever was said on earlier connections has been heard
+    hand_over(prefill, decode, "between")  # now everything that was sent on earlier connections has arrived
     for remote, then in zip(pair, before, strict=True):
         now = remote.call("resources")
         assert all(now[name] <= then[name] + CLOSING for name in now), (then, now)

@@ -1,4 +1,4 @@
-"""Handoffs between replicas of unlike tensor parallelism: each decode worker gets its heads, from whoever has them."""
+"""Handoffs between replicas of unlike tensor parallelism: each decode worker gets its heads, from a prefill worker that holds them."""
 
 from __future__ import annotations
 

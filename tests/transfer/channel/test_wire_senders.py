@@ -72,7 +72,7 @@ def test_a_cancel_before_the_introduction_is_answered_and_ends_nothing(
 
 
 @pytest.mark.parametrize("message", [offer(blocks=(63, 62)), Cancel(*KEY, 0, "mine")], ids=["offer", "cancel"])
-def test_a_handoff_belongs_to_who_offered_first(
+def test_a_handoff_belongs_to_the_worker_that_offered_first(
     prefill: Any, peer: Peer, make_peer: Callable[..., Peer], message: control.AnyMessage
 ) -> None:
     """Its blocks are checked against its own layout, and its answer is the one that frees them."""

@@ -109,7 +109,7 @@ class Pair(RuleBasedStateMachine):
         self.receives(self.receiver.peer_lost())
 
     @invariant()
-    def free_means_nobody_writes(self) -> None:
+    def free_means_that_nothing_writes(self) -> None:
         assert len(self.results) <= 1
         assert bool(self.results) == (self.receiver.state is ReceiverState.DONE)
         if self.results and not self.is_dead:

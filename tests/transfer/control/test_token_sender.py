@@ -22,7 +22,9 @@ def sender() -> Iterator[TokenSender]:
     made.close()
 
 
-def test_a_token_sender_forgets_who_was_sent_to_longest_ago(sender: TokenSender, inbox: zmq.Socket[bytes]) -> None:
+def test_a_token_sender_forgets_the_worker_that_it_sent_to_longest_ago(
+    sender: TokenSender, inbox: zmq.Socket[bytes]
+) -> None:
     for number, address in enumerate(addresses(inbox, 200)):
         sender.send(address, FirstToken("s", 1, number))
         assert len(sender._sockets) <= 3
@@ -45,7 +47,7 @@ def test_connections_to_workers_that_are_no_more_are_closed(
     assert list(sender._sockets) == [one]
     sender.send(new, FirstToken("s", 1, 2))
     sender.send(another, FirstToken("s", 1, 3))
-    sender.keep([one])  # nobody has heard of the new one yet
+    sender.keep([one])  # the new one was never listed
     assert new in sender._sockets
     sender.keep([one, new])
     assert set(sender._sockets) == {one, new}, "what was sent to one that was gone already"

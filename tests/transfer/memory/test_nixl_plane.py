@@ -39,7 +39,7 @@ class Remote:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.answers.put(line)
-        self.answers.put("")  # no JSON: whoever still waits for an answer fails at once
+        self.answers.put("")  # no JSON: a call that still waits for an answer fails at once
 
     def call(self, method: str, *arguments: Any) -> Any:
         assert self.process.stdin is not None

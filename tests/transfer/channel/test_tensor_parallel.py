@@ -1,4 +1,4 @@
-"""Handoffs between replicas of unlike tensor parallelism: each decode worker gets its heads, from a prefill worker that holds them."""
+"""Handoffs between replicas of unlike tensor parallelism: each decode worker gets its heads from their holders."""
 
 from __future__ import annotations
 

@@ -97,6 +97,7 @@ class Endpoint:
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
+            (zmq.IPV6, int("[" in address)),
             (zmq.RECONNECT_IVL, -1),
             (zmq.MAXMSGSIZE, MAX_BYTES),
             (zmq.TCP_KEEPALIVE, 1),

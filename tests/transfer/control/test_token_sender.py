@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from tests.transfer.control.inboxes import addresses
+from transfer.control.endpoint import Endpoint, Incoming
 from transfer.control.messages import FirstToken, Seal
 from transfer.control.token_sender import TokenSender
 
@@ -71,3 +72,11 @@ def test_a_worker_that_is_gone_is_tried_ever_more_seldom(sender: TokenSender, in
     socket = sender._sockets[address]
     first, longest = (int(socket.getsockopt(each)) for each in (zmq.RECONNECT_IVL, zmq.RECONNECT_IVL_MAX))
     assert first < longest
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_token_reaches_an_endpoint_of_either_family(sender: TokenSender, host: str) -> None:
+    endpoint = Endpoint("decode", SEAL, host)
+    sender.send(endpoint.address, FirstToken("s", 1, 7))
+    assert [each.message for each in endpoint.poll(10_000) if isinstance(each, Incoming)] == [FirstToken("s", 1, 7)]
+    endpoint.close()

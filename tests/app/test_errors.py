@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.errors import TABLE, answer
+from app.errors import TABLE, answer, of_status
 from deployments import errors
 
 
@@ -33,3 +33,30 @@ def test_the_table(error: Exception, status: int, code: str, retry_after: str | 
     assert (response.status, response.body["error"]["code"]) == (status, code)
     assert response.headers.get("retry-after") == retry_after
     assert "secret" not in str(response.body)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (499, "invalid_request_error"),
+        (500, "server_error"),
+        (503, "server_error"),
+    ],
+)
+def test_an_error_of_the_inner_server_has_the_type_of_its_status(status: int, kind: str) -> None:
+    response = of_status(status, "no")
+    error = {"message": "no", "type": kind, "param": None, "code": status}
+    assert (response.status, response.body, response.headers) == (status, {"error": error}, {})
+
+
+class Late(errors.SessionTimeout):
+    """An error that is not in the table itself."""
+
+
+def test_an_error_has_the_row_of_its_base_class_and_a_message_in_any_case() -> None:
+    assert answer(Late("too late")) == answer(errors.SessionTimeout("too late"))
+    assert answer(errors.SessionTimeout()).body["error"]["message"] == "session timeout"

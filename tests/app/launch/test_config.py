@@ -17,11 +17,14 @@ from app.launch.config import (
     load_config,
     model_of,
     parse_address,
+    stop_limit_s,
     with_model,
+    with_surge,
 )
 from app.launch.ports import RayPorts
 from configs.schema import BatonConfig
-from tests.app.launch.configurations import write
+from deployments.replica.drain import STOP_S
+from tests.app.launch.configurations import ARGUMENTS, write
 
 
 def test_the_port_is_overridden_and_the_rest_stays(config_path: Path) -> None:
@@ -91,3 +94,40 @@ def test_an_update_has_logical_cpus_for_successors() -> None:
     assert needed(surge_percent=0) == 4 + 2 + 1 + 1
     assert needed() == needed(surge_percent=100) == 2 * 4 + 2 + 1 + 1
     assert needed(replicas=5) == (5 + 2) * 4 + 2 + 1 + 1
+
+
+@pytest.mark.parametrize(
+    ("replicas", "percent", "most"), [(4, 0, 4), (4, 25, 5), (4, 26, 6), (1, 1, 2), (3, 100, 6), (100, 1, 101)]
+)
+def test_a_surge_is_rounded_up(replicas: int, percent: int, most: int) -> None:
+    assert with_surge(replicas, percent) == most
+
+
+@pytest.mark.parametrize(("host", "reached"), [("::", "127.0.0.1"), ("10.0.0.7", "10.0.0.7")])
+@pytest.mark.parametrize(("prefix", "path"), [(None, ""), ("/", ""), ("/llm", "/llm"), ("/llm/", "/llm")])
+def test_a_url_has_the_route_and_a_host_that_can_be_reached(
+    host: str, reached: str, prefix: str | None, path: str
+) -> None:
+    config = {"http_options": {"host": host, "port": 9000}, "applications": [{"route_prefix": prefix}]}
+    assert base_url(config) == f"http://{reached}:9000{path}"
+
+
+def test_a_pool_that_scales_needs_the_cpus_of_its_largest_size() -> None:
+    pool = {"engine": {"kind": "mock"}, "surge_percent": 0}
+    scaled = {**pool, "autoscaling": {"min_replicas": 1, "max_replicas": 9}}
+    ingress = {"replicas": 3, "num_cpus": 0.5}
+    baton = BatonConfig.model_validate({"prefill": scaled, "decode": {"d": pool}, "ingress": ingress})
+    assert cpus_needed(baton) == 9 + 1 + 2 + 1
+    small = BatonConfig.model_validate({"prefill": pool, "decode": {"d": pool}})
+    assert cpus_needed(small) == 8, "the least"
+
+
+@pytest.mark.parametrize(("ingress_s", "replica_s"), [(100.0, 10.0), (10.0, 100.0)])
+def test_a_stop_may_take_as_long_as_the_longest_drain(ingress_s: float, replica_s: float) -> None:
+    changes = {"ingress": {"drain_s": ingress_s}, "placement": {"drain_s": replica_s}}
+    limit_s = stop_limit_s(BatonConfig.model_validate(ARGUMENTS | changes))
+    assert 100.0 + STOP_S < limit_s < 110.0 + STOP_S
+
+
+def test_an_address_may_name_its_scheme() -> None:
+    assert parse_address("ray://head:6380", 1, 2) == RayPorts("head", 6380, 2)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.transfer.channel.wire_peer import BLOCKS, KEY, Peer, offer, prefill_all
-from transfer.control.messages import Failed, Landed, Refused, Welcome
+from transfer.channel.decode_peers import DecodePeers
+from transfer.channel.outbox import Outbox
+from transfer.control import messages as control
+from transfer.control.messages import Failed, Hello, Landed, Refused, Welcome
+from transfer.memory.in_process_plane import InProcessPlane
+from transfer.memory.layout import KVLayout
+from transfer.memory.plane import PlaneError
 
 
 def test_a_second_introduction_changes_nothing(prefill: Any, peer: Peer) -> None:
@@ -73,3 +81,74 @@ def test_a_worker_that_was_forgotten_comes_back_by_itself(prefill: Any, decode: 
     decode.channel.offer(("next", 1), "next", [prefill.channel.address], 0, [1, 2], False)
     prefill_all(prefill, ("next", 1))
     assert decode.wait("received", "next") is None
+
+
+class Wire:
+    """An endpoint that notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, control.AnyMessage]] = []
+
+    def send(self, to: Any, message: control.AnyMessage) -> None:
+        self.sent.append((to, message))
+
+
+class Table:
+    """The peers of a prefill worker, without a channel."""
+
+    def __init__(self, warm_up_s: float = 60.0) -> None:
+        wire: Any = Wire()
+        self.wire, self.plane, self.outbox = wire, InProcessPlane(f"prefill-{id(self)}"), Outbox()
+        self.layout = KVLayout(1, 1, 4, 16, 64, (2**20,))
+        self.peers = DecodePeers(self.plane, self.layout, wire, self.outbox, warm_up_s)
+
+    def hello(self, **unlike: Any) -> Hello:
+        return Hello("tcp://d", "d", self.plane.metadata(), dataclasses.replace(self.layout, **unlike))
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """The memory of the decode worker `d`."""
+    plane = InProcessPlane("d")
+    plane.register(Table().layout)
+    yield
+    plane.close()
+
+
+def test_a_worker_that_was_refused_is_refused_for_good_with_the_first_reason(registered: None) -> None:
+    table = Table()
+    assert table.peers.hello(b"one", table.hello(block_size=32)) == []
+    assert table.peers.hello(b"one", table.hello()) == []
+    reason = Refused("block_size differs: 16 here, 32 there")
+    assert table.wire.sent == [(b"one", reason)] * 2
+    assert table.outbox.counts["messages_refused"] == 2
+    assert table.peers.agents == {}
+
+
+def test_a_reason_is_cut_to_what_a_message_may_carry() -> None:
+    table = Table()
+    table.peers.refuse(b"one", "x" * (control.REASON_CHARS + 1))
+    assert table.wire.sent == [(b"one", Refused("x" * control.REASON_CHARS))]
+
+
+def test_the_transport_is_driven_while_a_connection_is_made_or_closed(registered: None) -> None:
+    table, later = Table(warm_up_s=60.0), time.monotonic() + 59.0
+    assert not table.peers.is_active(later)
+    table.peers.hello(b"one", table.hello())
+    assert table.peers.is_active(later)
+    assert not table.peers.is_active(time.monotonic() + 61.0)
+
+
+@pytest.mark.parametrize("busy", [(), (b"one",)], ids=["idle", "busy"])
+def test_a_worker_that_is_no_longer_listed_is_forgotten_unless_it_is_busy(
+    registered: None, busy: tuple[bytes, ...]
+) -> None:
+    table = Table()
+    table.peers.hello(b"one", table.hello())
+    table.peers.keep([["tcp://d", "tcp://its second worker"]], ())
+    table.peers.keep([], busy)
+    assert set(table.peers.agents) == set(busy)
+    table.peers.keep([], ())
+    assert table.peers.agents == {}
+    with pytest.raises(PlaneError, match="no connection"):
+        table.plane.write("d", 0, [0], [0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from transfer.control import messages as control
 from transfer.control.messages import Seal
-from transfer.control.seal import DIGEST_BYTES, BadMessage
+from transfer.control.seal import DIGEST_BYTES, BadMessage, SealOf
 
 SEAL = Seal("secret")
 MESSAGES = [control.Welcome(), control.Offer("session", 1, 0, 2, [5, 4, 9], 60.0), control.FirstToken("session", 1, 42)]
@@ -72,3 +72,17 @@ def test_an_oversize_frame_is_refused_before_it_is_hashed() -> None:
 def test_sealed_nonsense_fits_no_message(body: bytes) -> None:
     with pytest.raises(BadMessage):
         SEAL.unpack(sealed(body))
+
+
+def test_a_message_sealed_for_one_purpose_is_refused_for_another() -> None:
+    one, another = (SealOf[int]("secret", int, 100, purpose) for purpose in (b"one", b"another"))
+    assert one.unpack(one.pack(7)) == 7
+    with pytest.raises(BadMessage, match="wrong seal"):
+        another.unpack(one.pack(7))
+
+
+def test_a_frame_of_the_longest_length_is_taken() -> None:
+    frame = SealOf[str]("secret", str, 100).pack("text")
+    assert SealOf[str]("secret", str, len(frame)).unpack(frame) == "text"
+    with pytest.raises(BadMessage, match=f"a frame of {len(frame)} bytes"):
+        SealOf[str]("secret", str, len(frame) - 1).unpack(frame)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.transfer.channel.wire_peer import BLOCKS, KEY, Peer, offer, prefill_all
@@ -83,6 +84,9 @@ def test_a_worker_that_was_forgotten_comes_back_by_itself(prefill: Any, decode: 
     assert decode.wait("received", "next") is None
 
 
+MEMORY = np.zeros(4 * 64, dtype=np.uint8)
+
+
 class Wire:
     """An endpoint that notes what is sent."""
 
@@ -99,7 +103,7 @@ class Table:
     def __init__(self, warm_up_s: float = 60.0) -> None:
         wire: Any = Wire()
         self.wire, self.plane, self.outbox = wire, InProcessPlane(f"prefill-{id(self)}"), Outbox()
-        self.layout = KVLayout(1, 1, 4, 16, 64, (2**20,))
+        self.layout = KVLayout(1, 1, 4, 16, 64, (int(MEMORY.ctypes.data),))
         self.peers = DecodePeers(self.plane, self.layout, wire, self.outbox, warm_up_s)
 
     def hello(self, **unlike: Any) -> Hello:
@@ -144,6 +148,7 @@ def test_a_worker_that_is_no_longer_listed_is_forgotten_unless_it_is_busy(
     registered: None, busy: tuple[bytes, ...]
 ) -> None:
     table = Table()
+    table.plane.register(table.layout)
     table.peers.hello(b"one", table.hello())
     table.peers.keep([["tcp://d", "tcp://its second worker"]], ())
     table.peers.keep([], busy)
@@ -152,3 +157,4 @@ def test_a_worker_that_is_no_longer_listed_is_forgotten_unless_it_is_busy(
     assert table.peers.agents == {}
     with pytest.raises(PlaneError, match="no connection"):
         table.plane.write("d", 0, [0], [0])
+    table.plane.close()

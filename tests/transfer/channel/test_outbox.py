@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 
@@ -25,12 +26,13 @@ def test_each_report_is_news_until_it_is_taken() -> None:
     outbox, calls = Outbox(), []
     outbox.on_news = lambda: calls.append(outbox.has_news)
     assert not outbox.has_news
-    for report in (
+    reports: list[Callable[[], None]] = [
         lambda: outbox.received("a", 7),
         lambda: outbox.broken("b", "aborted"),
         lambda: outbox.released("c"),
         outbox.alarm,
-    ):
+    ]
+    for report in reports:
         report()
         assert outbox.has_news
         outbox.take()

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.request_identity import request_context
+from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
 from deployments.manager.calls import Manager, Ready, Status
 
-CONTROL_TIMEOUT_S = 2.0
-BODY_TIMEOUT_S = 60.0
 REQUEST_ID = b"x-request-id"
 _MAX_REQUEST_ID = 128
 
@@ -42,6 +41,7 @@ class Gateway:
         manager: Manager,
         echo_request_id: bool = True,
         observe: Callable[[RequestContext, int], None] = lambda context, status: None,
+        timings: Timings = TIMINGS,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner = inner
@@ -49,6 +49,7 @@ class Gateway:
         self._manager = manager
         self._echo = echo_request_id
         self._observe = observe
+        self._timings = timings
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,18 +71,26 @@ class Gateway:
         return Answer(200, {"status": "alive"})
 
     async def _ready(self) -> Answer:
-        state, _ = await _ask(self._manager.ask(Ready()))
+        state, _ = await self._ask(Ready())
         pools = state.get("pools") or {}
         ready = bool(pools) and all(pool.get("ready") for pool in pools.values())
         return Answer(200 if ready else 503, {"pools": {}, **state, "ready": ready})
 
     async def _status(self) -> Answer:
-        state, answered = await _ask(self._manager.ask(Status()))
+        state, answered = await self._ask(Status())
         return Answer(200 if answered else 503, {**state, "ingress": self.counters})
+
+    async def _ask(self, call: Ready | Status) -> tuple[dict[str, Any], bool]:
+        """The control plane's answer and True, or `{"error": why}` and False when there is no answer in time."""
+        try:
+            return await asyncio.wait_for(self._manager.ask(call), self._timings.control_s), True
+        except Exception as error:  # noqa: BLE001 - the reason why there is no answer becomes the answer
+            logger.warning("the control plane did not answer: %r", error)
+            return {"error": f"{type(error).__name__}: {error}".rstrip(": ")}, False
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
-            body = await _read_body(scope, receive, self._config.max_body_bytes)
+            body = await _read_body(scope, receive, self._config.max_body_bytes, self._timings.body_s)
             if body is None:  # the client is gone: it left while it was sending
                 return
             context = request_context(request_id, scope, body)
@@ -90,7 +99,7 @@ class Gateway:
             _count(self.counters["errors"], str(refusal.status))
             await respond(send, refusal)
             return
-        exchange = Exchange(context, body, receive, send)
+        exchange = Exchange(context, body, receive, send, self._timings)
         token = current.set(context)
         try:
             await exchange.run(self._inner, _inner_scope(scope, request_id))
@@ -108,24 +117,18 @@ class Gateway:
         self._observe(context, status)
 
 
-async def _ask(call: Coroutine[Any, Any, dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """The control plane's answer and True, or `{"error": why}` and False when there is no answer in time."""
-    try:
-        return await asyncio.wait_for(call, CONTROL_TIMEOUT_S), True
-    except Exception as error:  # noqa: BLE001 - the reason why there is no answer becomes the answer
-        logger.warning("the control plane did not answer: %r", error)
-        return {"error": f"{type(error).__name__}: {error}".rstrip(": ")}, False
+async def _read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes | None:
+    """The whole body, or None when the client is gone. `limit` is in bytes.
 
-
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes | None:
-    """The whole body, or None when the client is gone. Raises BodyTooLarge before it reads past the limit (bytes)."""
+    Raises BodyTooLarge before it reads past the limit, and BodyTimeout.
+    """
     declared = _header(scope, b"content-length") or b"0"
     too_large = BodyTooLarge(f"the request body is over {limit} bytes")
     if declared.isdigit() and int(declared) > limit:
         raise too_large
     chunks, size = [], 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -137,7 +140,7 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes | None
                 if not message.get("more_body", False):
                     return b"".join(chunks)
     except TimeoutError:
-        raise BodyTimeout(f"the request body took over {BODY_TIMEOUT_S:.0f} s") from None
+        raise BodyTimeout(f"the request body took over {timeout_s:.0f} s") from None
 
 
 def _inner_scope(scope: Scope, request_id: str) -> Scope:

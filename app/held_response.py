@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from app.errors import Answer, answer, of_status
+from app.timings import TIMINGS, Timings
 from deployments.cluster.request_context import RequestContext
 
 Message = MutableMapping[str, Any]
@@ -18,7 +19,6 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-CLOSE_TIMEOUT_S = 1.0
 _STREAMED_ERROR = b'data: {"error"'
 _MESSAGES_ERROR = b"event: error\ndata: "  # of /v1/messages
 _FINGERPRINT = b'"system_fingerprint":"'
@@ -35,12 +35,15 @@ class Exchange:
     it aborts what it still runs, and what it still sends is dropped.
     """
 
-    def __init__(self, context: RequestContext, body: bytes, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, context: RequestContext, body: bytes, receive: Receive, send: Send, timings: Timings = TIMINGS
+    ) -> None:
         self.status = 0
         self._context = context
         self._body: bytes | None = body
         self._outer_receive = receive
         self._outer_send = send
+        self._close_s = timings.close_s
         self._start: Message | None = None
         self._held = b""
         self._begun = self._ended = False
@@ -53,7 +56,7 @@ class Exchange:
             await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._leave()
-            error = await _settle(task)
+            error = await _settle(task, self._close_s)
         if error is None:
             return
         logger.error("request %s: %r", self._context.request_id, error, exc_info=error)
@@ -157,13 +160,16 @@ class Exchange:
         return [(name, ",".join(values).encode("ascii", "replace")) for name, values in pairs if values]
 
 
-async def _settle(task: asyncio.Future[None]) -> Exception | None:
-    """Wait for an application whose client is gone, then cancel it. Returns its error."""
+async def _settle(task: asyncio.Future[None], close_s: float) -> Exception | None:
+    """Wait for an application whose client is gone, then cancel it and wait again, both `close_s` at most.
+
+    Returns its error.
+    """
     try:
-        await asyncio.wait((task,), timeout=CLOSE_TIMEOUT_S)
+        await asyncio.wait((task,), timeout=close_s)
     finally:
         task.cancel()
-    await asyncio.wait((task,), timeout=CLOSE_TIMEOUT_S)
+    await asyncio.wait((task,), timeout=close_s)
     error = task.exception() if task.done() and not task.cancelled() else None
     return error if isinstance(error, Exception) else None
 

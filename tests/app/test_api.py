@@ -9,15 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from app import api
 from app.held_response import Receive
+from app.timings import Timings
 from deployments.cluster.request_context import RequestContext
 from deployments.messages import Mode
 from tests.app.toys import OK, POOLS, Control, Toy, body, client, post, start
 
+QUICK = Timings(control_s=0.05, body_s=0.05)
 
-async def get(path: str, control: Control) -> httpx.Response:
-    async with client(Toy(), control) as http:
+
+async def get(path: str, control: Control, **options: Any) -> httpx.Response:
+    async with client(Toy(), control, **options) as http:
         return await http.get(path)
 
 
@@ -46,9 +48,8 @@ async def test_not_ready_says_why(pools: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", ["/ready", "/baton/status"])
 @pytest.mark.parametrize("control", [Control(RuntimeError("down")), Control(delay_s=5.0)])
-async def test_a_silent_control_plane_is_a_503(path: str, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "CONTROL_TIMEOUT_S", 0.05)
-    response = await get(path, control)
+async def test_a_silent_control_plane_is_a_503(path: str, control: Control) -> None:
+    response = await get(path, control, timings=QUICK)
     assert response.status_code == 503
     assert ("down" if isinstance(control.answer, Exception) else "Timeout") in response.json()["error"]
 
@@ -99,14 +100,12 @@ async def test_a_body_at_the_limit_arrives_whole() -> None:
     assert toy.body == b"x" * 60 + b"y" * 40
 
 
-async def test_a_body_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "BODY_TIMEOUT_S", 0.05)
-
+async def test_a_body_that_does_not_arrive() -> None:
     async def never() -> AsyncIterator[bytes]:
         yield b"x"
         await asyncio.sleep(5)
 
-    assert (await post(Toy(*OK), content=never())).status_code == 408
+    assert (await post(Toy(*OK), QUICK, content=never())).status_code == 408
 
 
 async def test_a_request_id_is_kept() -> None:

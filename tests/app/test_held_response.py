@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from app import held_response as exchange
 from app.held_response import ASGIApp, Message, Receive, Scope, Send
+from app.timings import Timings
 from deployments import errors
 from deployments.cluster.request_context import RequestContext, current
 from deployments.messages import Mode
@@ -106,8 +106,7 @@ async def test_a_replaced_application_sees_a_disconnect() -> None:
     assert over.is_set()
 
 
-async def test_a_replaced_application_that_goes_on_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "CLOSE_TIMEOUT_S", 0.05)
+async def test_a_replaced_application_that_goes_on_is_cancelled() -> None:
     cancelled = asyncio.Event()
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +117,7 @@ async def test_a_replaced_application_that_goes_on_is_cancelled(monkeypatch: pyt
             cancelled.set()
             raise
 
-    assert (await post(inner)).status_code == 429
+    assert (await post(inner, Timings(close_s=0.05))).status_code == 429
     assert cancelled.is_set()
 
 

@@ -9,6 +9,7 @@ import httpx
 
 from app.api import Gateway
 from app.held_response import ASGIApp, Message, Receive, Scope, Send
+from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import current
 from deployments.manager.calls import Call, Ready, Status
@@ -72,13 +73,15 @@ STREAM = (
 )
 
 
-def client(inner: ASGIApp, control: Control | None = None, limit: int = 100) -> httpx.AsyncClient:
-    gateway = Gateway(inner, IngressConfig(max_body_bytes=limit), control or Control())
+def client(
+    inner: ASGIApp, control: Control | None = None, limit: int = 100, timings: Timings = TIMINGS
+) -> httpx.AsyncClient:
+    gateway = Gateway(inner, IngressConfig(max_body_bytes=limit), control or Control(), timings=timings)
     return httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://baton")
 
 
-async def post(inner: ASGIApp, **kwargs: Any) -> httpx.Response:
-    async with client(inner) as http:
+async def post(inner: ASGIApp, timings: Timings = TIMINGS, **kwargs: Any) -> httpx.Response:
+    async with client(inner, timings=timings) as http:
         return await http.post("/v1/completions", **{"content": b"{}", **kwargs})
 
 

@@ -1,0 +1,23 @@
+"""How long an ingress waits for what is not its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """All in seconds. `Gateway` and `Exchange` take one; tests give shorter times.
+
+    `control_s`: the longest wait for what the session manager says to `/ready` and `/baton/status`. `body_s`: the
+    longest wait for a whole request body. `close_s`: how long vLLM's server has to end by itself once its client is
+    gone, and again once its call is cancelled.
+    """
+
+    control_s: float = 2.0
+    body_s: float = 60.0
+    close_s: float = 1.0
+
+
+TIMINGS = Timings()
+"""As in production."""

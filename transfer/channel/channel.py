@@ -93,9 +93,9 @@ class Channel:
         """Decode: the request is over. Its result comes once the peer writes no more."""
         self._do(lambda: self._decode.cancel(key, reason))
 
-    def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
+    def cancel_unoffered(self, key: Key, peers: list[str], reason: str) -> None:
         """Decode: the request ended before its blocks were offered. Prefill then does not wait for an offer."""
-        self._do(lambda: self._decode.withdraw(key, peers, reason))
+        self._do(lambda: self._decode.cancel_unoffered(key, peers, reason))
 
     def is_answered(self, key: Key, peers: int = 1) -> bool:
         """Prefill: whether each decode worker that takes our heads has offered its blocks, or never will.

@@ -90,7 +90,7 @@ class DecodeSide:
         if (token := self.early_tokens.pop(key, None)) is not None:
             machine.first_token(token)
 
-    def withdraw(self, key: Key, peers: list[str], reason: str) -> None:
+    def cancel_unoffered(self, key: Key, peers: list[str], reason: str) -> None:
         for endpoint in self._sources(peers):
             self._reach(endpoint)
             self._endpoint.send(endpoint, control.Cancel(*key, self._layout.rank, reason))

@@ -170,7 +170,7 @@ class SchedulerSide:
             self._prefill_finished(request, part)
             return True
         if request.request_id not in self._offered:
-            self._pending.withdrawals.append((part.key, part.peers))
+            self._pending.unoffered.append((part.key, part.peers))
         elif self._awaiting.pop(request.request_id, None) is not None:
             self._pending.cancels.append((part.key, ABORTED))
         self._offered.discard(request.request_id)

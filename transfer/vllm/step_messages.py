@@ -26,18 +26,18 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler side to the workers.
 
     `ended`: key, request id, whether the whole prompt was computed, and the number of decode's workers. `cancels`: key
-    and reason. `withdrawals`: of requests whose blocks were never offered: key and prefill's workers.
+    and reason. `unoffered`: requests that ended before their blocks were offered: key and prefill's workers.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     ended: list[tuple[Key, str, bool, int]] = field(default_factory=list)
     offers: list[Offering] = field(default_factory=list)
     cancels: list[tuple[Key, str]] = field(default_factory=list)
-    withdrawals: list[tuple[Key, list[str]]] = field(default_factory=list)
+    unoffered: list[tuple[Key, list[str]]] = field(default_factory=list)
     preempted: list[Key] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any((self.chunks, self.ended, self.offers, self.cancels, self.withdrawals, self.preempted))
+        return any((self.chunks, self.ended, self.offers, self.cancels, self.unoffered, self.preempted))
 
 
 @dataclass(slots=True)

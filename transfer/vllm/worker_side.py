@@ -87,8 +87,8 @@ class WorkerSide:
             channel.offer(offer.key, offer.request_id, offer.peers, offer.first_block, offer.blocks, carries_token)
         for key, reason in metadata.cancels:
             channel.cancel(key, reason)
-        for key, peers in metadata.withdrawals:
-            channel.withdraw(key, peers, ABORTED)
+        for key, peers in metadata.unoffered:
+            channel.cancel_unoffered(key, peers, ABORTED)
         for key, request_id, ok, readers in metadata.ended:
             channel.ended(key, request_id, ok, readers)
         channel.begin_step(metadata.chunks)

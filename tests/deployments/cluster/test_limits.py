@@ -57,7 +57,7 @@ async def test_a_placement_that_gave_tokens_begins_the_count_anew(launch: Launch
     await cluster.settle()
 
 
-async def test_placements_of_one_session_are_bounded_whatever_they_give(launch: Launch) -> None:
+async def test_placements_of_one_session_are_bounded(launch: Launch) -> None:
     cluster = await launch(config(), limits=Limits(placements=2))
     answer = await (await cluster.ask(prompt(20), max_tokens=300)).has(3)
     killed = []

@@ -163,7 +163,7 @@ STRICT = ("placed", "followed", "closed")
 
 @pytest.mark.parametrize("event", [event for event, (kind, _) in EVENTS.items() if kind not in STRICT])
 @pytest.mark.parametrize("way", [way for way, (state, _) in WAYS.items() if state in ENDED])
-def test_whatever_comes_after_the_end_does_nothing(way: str, event: str) -> None:
+def test_an_event_after_the_end_does_nothing(way: str, event: str) -> None:
     """A lost placement can still be failed or cancelled; and the owner may say after the end that it holds nothing."""
     session = after(way)
     before = copied(session)

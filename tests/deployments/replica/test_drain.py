@@ -116,7 +116,7 @@ async def test_where_all_leave_nothing_moves_and_what_runs_has_all_of_the_time()
     assert time.monotonic() - began_s >= 2.0
 
 
-async def test_it_ends_in_its_time_whatever_is_open() -> None:
+async def test_it_ends_in_its_time_with_runs_still_open() -> None:
     replica, began_s = Replica(), time.monotonic()
     replica.kv = {"open_receiving": 1.0}
     await asyncio.wait_for(drain(replica, 0.1, no, QUICK), WAIT_S)

@@ -38,7 +38,7 @@ async def cluster(no_leaks: None) -> AsyncIterator[InProcess]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-async def test_answers_are_right_whatever_happens(cluster: InProcess, seed: int) -> None:
+async def test_answers_are_right_with_every_kind_of_fault(cluster: InProcess, seed: int) -> None:
     asked = await questions(cluster, random.Random(seed), QUESTIONS)
     crowd = Crowd(cluster, asked, random.Random(100 + seed))
     faults = Faults(cluster, random.Random(200 + seed), 0.05, (*OFTEN, "manager"))

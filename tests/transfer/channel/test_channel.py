@@ -43,7 +43,7 @@ def test_prefill_knows_that_decode_has_offered_or_will_not(prefill: Any, decode:
     offer(decode, prefill)
     prefill.until(lambda: prefill.channel.is_answered(KEY))
     other = ("other", 1)
-    decode.channel.withdraw(other, [prefill.channel.address], "aborted")
+    decode.channel.cancel_unoffered(other, [prefill.channel.address], "aborted")
     prefill.until(lambda: prefill.channel.is_answered(other))
     decode.channel.cancel(KEY, "aborted")
     prefill.until(lambda: not prefill.counter("open_writing"))

@@ -110,7 +110,7 @@ class Flood:
             events[pick.randint(0, len(events) - 3) :] = [("end", 0)]
         offered = pick.randint(0, len(events)) if pick.random() < 0.5 else 0
         if pick.random() < 0.05:
-            events.insert(offered, ("withdraw", 0))
+            events.insert(offered, ("cancel_unoffered", 0))
             return events
         events.insert(offered, ("offer", 0))
         for _ in range(pick.choice((0, 0, 0, 0, 1, 2))):
@@ -119,7 +119,7 @@ class Flood:
 
     def step(self, handoff: Handoff) -> None:
         event, argument = handoff.events.pop(0)
-        replica = handoff.decode if event in ("offer", "withdraw", "cancel") else handoff.prefill
+        replica = handoff.decode if event in ("offer", "cancel_unoffered", "cancel") else handoff.prefill
         if not replica.is_gone:
             getattr(self, event)(handoff, argument)
 
@@ -159,9 +159,9 @@ class Flood:
             peers, first = handoff.prefill.addresses, handoff.first_block
             side.channel.offer(handoff.key, handoff.name, peers, first, handoff.target, rank == 0)
 
-    def withdraw(self, handoff: Handoff, _: int) -> None:
+    def cancel_unoffered(self, handoff: Handoff, _: int) -> None:
         for side in handoff.decode.sides:
-            side.channel.withdraw(handoff.key, handoff.prefill.addresses, "aborted")
+            side.channel.cancel_unoffered(handoff.key, handoff.prefill.addresses, "aborted")
         handoff.decode.give_back(handoff.target)
         handoff.is_target_held = False
 

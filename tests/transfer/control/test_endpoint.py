@@ -67,7 +67,6 @@ def events_of(endpoint: Endpoint, count: int = 1) -> list[Any]:
     raise AssertionError(events)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_message_is_answered_on_its_connection(make: Make, host: str) -> None:
     prefill, decode = make("prefill", host=host), make("decode", host=host)
     assert decode.connect(prefill.address)

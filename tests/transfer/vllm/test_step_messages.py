@@ -19,7 +19,7 @@ KEY = ("session", 1)
         {"ended": [(KEY, "p", True, 1)]},
         {"offers": [Offering(KEY, "d", ["peer"], 0, [1])]},
         {"cancels": [(KEY, "aborted")]},
-        {"withdrawals": [(KEY, ["peer"])]},
+        {"unoffered": [(KEY, ["peer"])]},
         {"preempted": [KEY]},
     ],
     ids=lambda field: next(iter(field)),

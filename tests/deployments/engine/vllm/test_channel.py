@@ -203,7 +203,7 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-async def test_whatever_is_split_is_exact_and_goes_on_elsewhere(model: Path) -> None:
+async def test_every_kind_of_request_that_is_split_is_exact_and_goes_on_elsewhere(model: Path) -> None:
     """Tokens, log probabilities and the reason of the end: those of one engine, also when it dies in the middle."""
     async with cluster(model, pool(), pool()) as engines:
         for sampling in SAMPLING:

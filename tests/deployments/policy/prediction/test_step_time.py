@@ -191,9 +191,7 @@ ANY_STEP = st.builds(
 @given(
     st.lists(ANY_STEP, max_size=200), st.sampled_from([PRIOR, Coefficients(0, 0, 0, 0, 0), PRIOR._replace(base_s=0)])
 )
-def test_whatever_it_sees_no_coefficient_is_negative_or_without_bound(
-    steps: list[StepSample], prior: Coefficients
-) -> None:
+def test_no_steps_make_a_coefficient_negative_or_unbounded(steps: list[StepSample], prior: Coefficients) -> None:
     model = StepModel(prior)
     for step in steps:
         model.observe(step)

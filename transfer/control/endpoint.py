@@ -60,8 +60,11 @@ class Endpoint:
         self._poller.register(fileno, zmq.POLLIN)
 
     def poll(self, timeout_ms: int | None) -> list[Incoming | PeerGone]:
-        """Wait at most `timeout_ms` (None: for ever) for a message or an event, then return those that are here."""
-        self._poller.poll(timeout_ms)
+        """Wait at most `timeout_ms` (None: for ever) for a message or an event, then return those that are here.
+
+        An invalid address is an event that is already here.
+        """
+        self._poller.poll(0 if self._unreachable else timeout_ms)
         events: list[Incoming | PeerGone] = [PeerGone(address) for address in self._unreachable]
         self._unreachable.clear()
         for frames in _received(self._inbox):

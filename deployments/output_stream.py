@@ -25,9 +25,9 @@ NEVER = -1
 
 
 class OutputSender:
-    """The side of a replica:
+    """The side of a replica: one connection to each ingress.
 
-    one connection to each ingress. `lease_s`: the longest time that an ingress may be silent.
+    `lease_s`: the longest time that an ingress may be silent.
     """
 
     def __init__(self, replica_id: str, lease_s: float) -> None:
@@ -56,6 +56,7 @@ class OutputSender:
         lease_ms = max(4, int(1000 * self._lease_s))
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # takes messages only while there is a connection
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER)

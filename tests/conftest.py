@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -73,3 +74,15 @@ def no_leaks() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: threads {left}; {len(open_now) - descriptors} more of {open_now}")
         time.sleep(0.02)
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def host(request: pytest.FixtureRequest) -> str:
+    """The loopback address of either family. Skipped where this machine has none."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((request.param, 0))
+    except OSError as error:
+        pytest.skip(f"no loopback at {request.param}: {error}")
+    return str(request.param)

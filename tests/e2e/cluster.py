@@ -21,6 +21,8 @@ from load_tests.harness.processes import marked
 
 PATIENCE_S = 60.0  # with a dashboard that says nothing
 
+RAY_STARTS, RAY_IS_SLOW = 3, "timed out during startup"
+"""What Ray says of a node that did not register within its 30 s, and how often a test starts such a node."""
 MARKER = "BATON_TEST_RUN"
 NAME = "baton"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -53,13 +54,22 @@ class Host:
 
     def programs(self) -> set[str]:
         """The names of the programs that run on this host."""
-        listing = ["ip", "netns", "pids", self.namespace]
-        pids = subprocess.run(listing, check=True, capture_output=True, text=True, timeout=30).stdout.split()
         found = set()
-        for pid in pids:
+        for pid in self._pids():
             with contextlib.suppress(OSError):  # it has ended
                 found.add(Path(f"/proc/{pid}/comm").read_text().strip())
         return found
+
+    def kill_all(self) -> None:
+        """Kill every program that runs on this host."""
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _pids(self) -> list[int]:
+        listing = ["ip", "netns", "pids", self.namespace]
+        listed = subprocess.run(listing, check=True, capture_output=True, text=True, timeout=30).stdout
+        return [int(pid) for pid in listed.split()]
 
     def plug(self, is_in: bool) -> None:
         """Plug the cable in at this host, or pull it out. What is sent meanwhile is lost."""

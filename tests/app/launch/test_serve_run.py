@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,10 +22,12 @@ from app.launch.current_cluster import current_cluster_file
 from app.launch.local_ray import LOOPBACK_ONLY, start_command
 from app.launch.ports import RayPorts, free_port
 from load_tests.harness.application import ROOT, Application
-from tests.e2e.cluster import MARKER, processes
+from tests.e2e.cluster import MARKER, RAY_IS_SLOW, RAY_STARTS, processes
 
 HOST, TWO = "127.0.0.1", 2
 READY_WITHIN_S, END_WITHIN_S = 480.0, 60.0
+GONE_WITHIN_S = 240.0
+"""Ray's agents ask a GCS that has ended for a minute before they end."""
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -39,13 +42,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         try:
             yield ours | LOOPBACK_ONLY | {"RAY_TMPDIR": folder, MARKER: marker}
         finally:
-            deadline = time.monotonic() + END_WITHIN_S
+            deadline = time.monotonic() + GONE_WITHIN_S
             while (left := processes(marker)) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(left)
     assert not left, f"processes outlived their Ray: {left}"
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def mock_configuration(port: int) -> dict[str, object]:
@@ -72,16 +79,29 @@ def running(command: list[str], environment: Mapping[str, str], log: Path) -> It
 
 
 def serve_run_until_ready(environment: Mapping[str, str], directory: Path) -> None:
-    """`serve run FILE`, without an address, until GET /ready answers 200."""
+    """`serve run FILE`, without an address, until GET /ready answers 200. Run again where its own Ray is slow."""
     port, log = free_port(HOST), directory / "serve-run.log"
     file = directory / "serve-run.yaml"
     file.write_text(yaml.safe_dump(mock_configuration(port)))
-    with running([sys.executable, "-m", "ray.serve.scripts", "run", str(file)], environment, log) as process:
-        deadline = time.monotonic() + READY_WITHIN_S
-        while not _is_ready(f"http://{HOST}:{port}/ready"):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
+    ready = partial(_is_ready, f"http://{HOST}:{port}/ready")
+    for _ in range(RAY_STARTS):
+        with running([sys.executable, "-m", "ray.serve.scripts", "run", str(file)], environment, log) as process:
+            if happens(ready, process, log):
+                return
+            kill(processes(environment[MARKER]))
+    pytest.fail(f"Ray did not start in {RAY_STARTS} tries: {log.read_text()[-4000:]}")
+
+
+def happens(event: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait for an event. False where the process has ended because Ray gives a node only 30 s to register."""
+    deadline = time.monotonic() + READY_WITHIN_S
+    while not event():
+        if process.poll() is not None and RAY_IS_SLOW in log.read_text():
+            return False
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
+    return True
 
 
 def _is_ready(url: str) -> bool:
@@ -93,13 +113,13 @@ def _is_ready(url: str) -> bool:
 
 def test_it_is_ready_on_a_fresh_ray_of_two_cpus(environment: dict[str, str], tmp_path: Path) -> None:
     ports, log = RayPorts(HOST, free_port(HOST), free_port(HOST)), tmp_path / "ray.log"
-    with running(start_command(ports, TWO), environment, log) as ray:
-        deadline = time.monotonic() + READY_WITHIN_S
-        while not current_cluster_file().exists():
-            assert ray.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.2)
-        serve_run_until_ready(environment, tmp_path)
+    for _ in range(RAY_STARTS):
+        with running(start_command(ports, TWO), environment, log) as ray:
+            if happens(current_cluster_file().exists, ray, log):
+                serve_run_until_ready(environment, tmp_path)
+                return
+            kill(processes(environment[MARKER]))
+    pytest.fail(f"Ray did not start in {RAY_STARTS} tries: {log.read_text()[-4000:]}")
 
 
 def test_it_is_ready_after_a_make_serve_that_was_killed(environment: dict[str, str], tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ START_WITHIN_S, ANSWER_WITHIN_S, END_WITHIN_S = 480.0, 120.0, 60.0
 ANSWER_TOKENS, CUT_AFTER, HANDOFF_TOKENS = 48, 12, 1800
 LONG_CUT_S = 75.0
 SEEDS = itertools.count(70_100)
-ENGINE = {"kind": "vllm", "kv_cache_memory_bytes": 134217728, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+ENGINE = {"kind": "vllm", "kv_cache_memory_bytes": 268435456, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+"""Memory for two of the longest requests: a cut handoff holds its blocks until its writes have ended, for a minute, and
+meanwhile its request is computed again beside it."""
 pytestmark = [pytest.mark.engine, pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
 
 

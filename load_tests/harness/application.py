@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from app.launch import ports
+from load_tests.harness.processes import Guard
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 150.0
@@ -29,7 +30,8 @@ class Application:
     `serve`: the content of a `serve run` file. `directory`: the folder for that file and the log, `launch.log`.
     `environment`: variables for all its processes, in addition to this process's own. `ray`: the ports of GCS and
     dashboard of a Ray that runs on this machine; the application joins it and leaves it running. Without `ray` it has a
-    Ray of its own. `options`: more options for the launcher. The caller that makes one stops it.
+    Ray of its own. `options`: more options for the launcher. The caller that makes one stops it; where the
+    caller is killed first, a guard does.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Application:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._guard = Guard()
+        self._guard.watch([self._process.pid])
 
     def wait(self) -> None:
         """Wait until it says that it is ready. Raises NotStarted when it ends or takes too long."""
@@ -78,11 +82,13 @@ class Application:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(10)
+        self._guard.close()
 
     def kill(self) -> None:
         """Send SIGKILL to the launcher alone, which then cleans up nothing itself."""
         self._process.kill()
         self._process.wait(10)
+        self._guard.close()
 
 
 def free_port() -> int:

@@ -110,7 +110,7 @@ async def test_a_named_tool_is_called(client: openai.AsyncOpenAI) -> None:
 
 async def test_errors_are_the_clients_own(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
-        await client.completions.create(model="nobody", prompt="x")
+        await client.completions.create(model="unknown", prompt="x")
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt="word " * 4000)
     assert "maximum context length" in str(caught.value)

@@ -54,7 +54,7 @@ async def test_decode_is_killed_in_the_middle_of_a_stream_and_the_answer_is_whol
     assert baton.status()["sessions"]["closed"]["lost"] == 1
 
 
-async def test_prefill_is_killed_in_flight_and_nobody_waits_for_its_restart(
+async def test_prefill_is_killed_in_flight_and_no_request_waits_for_its_restart(
     baton: Cluster, reference: dict[str, list[int]]
 ) -> None:
     asked, _ = questions()["recovery-1500"]  # only the larger pool holds it

@@ -199,12 +199,12 @@ def _applications(baton: Cluster) -> dict[str, Any]:
     return found
 
 
-async def test_a_bad_request_harms_nobody(baton: Cluster) -> None:
+async def test_a_bad_request_harms_no_other(baton: Cluster) -> None:
     before = await asyncio.to_thread(baton.settled)
     async with client_of(baton) as client:
         wrong = [
             await client.post("/v1/completions", content=b"{"),
-            await complete(client, prompt(1, 5), 4, model="nobody"),
+            await complete(client, prompt(1, 5), 4, model="unknown"),
             await complete(client, prompt(1, 2100), 4),
             await complete(client, prompt(1, 5), 4, temperature=-1),
             await client.post("/v1/completions", content=b"x" * (5 * 1024 * 1024)),

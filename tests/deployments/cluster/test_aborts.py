@@ -63,7 +63,7 @@ async def test_a_session_makes_no_call_in_its_request_s_context(
 
 async def test_aborting_before_the_session_begins(cluster: InProcess) -> None:
     answer = await cluster.ask(prompt(8), max_tokens=5)
-    await cluster.core.abort_requests_async([answer.request_id, "nobody"])
+    await cluster.core.abort_requests_async([answer.request_id, "unknown"])
     await cluster.settle()
     assert not answer.outputs
 

@@ -39,7 +39,7 @@ GARBAGE: dict[str, list[bytes]] = {
 
 
 HARMLESS: dict[str, list[bytes]] = {
-    "an unknown request": [b"decode-small-0", forged("nobody", finish_reason=STOP)],
+    "an unknown request": [b"decode-small-0", forged("unknown", finish_reason=STOP)],
     "another replica's request": [b"stranger", forged("request-0", finish_reason=STOP)],
 }
 

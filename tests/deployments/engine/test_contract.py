@@ -226,7 +226,7 @@ async def test_it_tells_which_blocks_it_caches(engine_pair: Any) -> None:
 
 
 async def test_an_unknown_id_is_not_aborted(engine_pair: Any) -> None:
-    await engine_pair.decode.engine.abort(["nobody"])
+    await engine_pair.decode.engine.abort(["unknown"])
     answer = await engine_pair.decode.generate("after", engine_pair.prompt(5), max_tokens=2)
     assert answer.reason == LENGTH
 

@@ -208,7 +208,7 @@ async def test_a_cancelled_caller_gives_up_its_place(stage: Stage) -> None:
     assert stage.open == 0, "a request that was given up is not placed"
 
 
-async def test_a_caller_that_dies_gives_up_its_places_and_nobody_elses(stage: Stage) -> None:
+async def test_a_caller_that_dies_gives_up_its_own_places_only(stage: Stage) -> None:
     dying, living = stage.client(), stage.client()
     await living.ask(Open(request("first")))
     calls = [asyncio.create_task(dying.ask(Open(request("theirs"))))]

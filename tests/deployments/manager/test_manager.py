@@ -259,17 +259,17 @@ async def test_nothing_is_placed_on_a_lost_or_stale_replica(cluster: Cluster) ->
     assert not (await cluster.manager.ask(Ready()))["ready"]
 
 
-async def test_a_manager_that_has_just_begun_calls_nobody_silent(cluster: Cluster) -> None:
-    assert await cluster.manager.ask(Silent(("d0", "nobody"))) == ()
+async def test_a_manager_that_has_just_begun_calls_no_replica_silent(cluster: Cluster) -> None:
+    assert await cluster.manager.ask(Silent(("d0", "unknown"))) == ()
     cluster.clock.now_s += 5.0
-    assert await cluster.manager.ask(Silent(("d0", "nobody"))) == ("nobody",)
+    assert await cluster.manager.ask(Silent(("d0", "unknown"))) == ("unknown",)
     cluster.clock.now_s += 0.1
-    assert await cluster.manager.ask(Silent(("d0", "nobody"))) == ("d0", "nobody")
+    assert await cluster.manager.ask(Silent(("d0", "unknown"))) == ("d0", "unknown")
     await cluster.report(D0)
     assert await cluster.manager.ask(Silent(("d0",))) == ()
 
 
-async def test_a_session_that_nobody_closes_gives_its_blocks_back(cluster: Cluster) -> None:
+async def test_a_session_that_is_never_closed_gives_its_blocks_back(cluster: Cluster) -> None:
     await cluster.admit("a", 20)
     waiting = cluster.queue("b", 20)
     await settle()
@@ -392,21 +392,21 @@ async def test_no_replica_is_ever_promised_more_than_it_has(cluster: Cluster) ->
 async def test_a_report_is_answered_with_peers_that_are_news(cluster: Cluster) -> None:
     prefill, decode = replace(P0, endpoints=("p",)), replace(D0, endpoints=("d", "e"))
     other = replace(D0, replica_id="old", fingerprint="another engine", endpoints=("x",))
-    nobody = await cluster.peers(prefill)
-    assert nobody is not None
-    assert nobody.endpoints == ()
-    assert await cluster.peers(prefill, nobody.version) is None
+    none = await cluster.peers(prefill)
+    assert none is not None
+    assert none.endpoints == ()
+    assert await cluster.peers(prefill, none.version) is None
     found = await cluster.peers(decode)
     assert found is not None
     assert found.endpoints == (("d", "e"), ("p",)), "any decode replica may move a session to any other"
     await cluster.peers(other)
-    news = await cluster.peers(prefill, nobody.version)
+    news = await cluster.peers(prefill, none.version)
     assert news is not None
     assert news.endpoints == (("d", "e"),)
     await cluster.manager.ask(Lost("d0"))
     gone = await cluster.peers(prefill, news.version)
     assert gone is not None
-    assert gone == nobody
+    assert gone == none
 
 
 async def test_a_manager_that_leaves_sends_those_who_wait_to_the_next(cluster: Cluster) -> None:

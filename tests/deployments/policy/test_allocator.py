@@ -419,7 +419,7 @@ def test_who_is_moved_stands_in_no_line_and_takes_no_retry_budget() -> None:
         allocator.close(placement.session_id, placement.epoch, "moved", 0.0)
 
 
-def test_where_nobody_has_room_for_it_the_rest_waits_like_any_other() -> None:
+def test_where_no_replica_has_room_for_it_the_remainder_waits_like_any_other() -> None:
     allocator = allocator_of(info("p0"), info("d0", total_blocks=20), info("d1", total_blocks=20))
     for name in ("a", "b"):
         admitted(allocator, ask(name))
@@ -431,7 +431,7 @@ def test_where_nobody_has_room_for_it_the_rest_waits_like_any_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "source", "engine"), [(ONE_ENGINE, "d0", "engine"), (ANY, "nobody", "engine"), (ANY, "d0", "another")]
+    ("allowed", "source", "engine"), [(ONE_ENGINE, "d0", "engine"), (ANY, "unknown", "engine"), (ANY, "d0", "another")]
 )
 def test_what_cannot_be_handed_over_is_placed_like_any_other(allowed: Any, source: str, engine: str) -> None:
     allocator = allocator_of(info("p0"), info("d1"), replace(info("d0"), fingerprint=engine))
@@ -458,7 +458,7 @@ def test_a_pressed_replica_lets_go_what_others_have_room_for_and_gets_nothing_ne
     assert allocator.sessions_to_move(allocator.fleet.snapshots()["d1"], 1.2) == (), "the other is pressed, too"
 
 
-def test_a_replica_that_runs_low_lets_nothing_go_where_nobody_can_take_it() -> None:
+def test_a_replica_that_runs_low_lets_nothing_go_where_no_other_can_take_it() -> None:
     few = info("d0", total_blocks=60)
     for others in ([], [replace(info("d1"), fingerprint="another")], [info("d1", total_blocks=30)]):
         allocator = allocator_of(info("p0"), few, *others, overcommit=2.0)

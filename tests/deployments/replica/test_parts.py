@@ -17,7 +17,7 @@ async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
     runs = {name: await up.begin(name, movable=name != "c") for name in "abcd"}
     up.engine.put(("a", 2, False), ("b", 1, False), ("c", 1, False))
     await until(lambda: up.replica._parts.open["a"].started)
-    assert up.replica.move_out(["s-a", "s-c", "s-d", "s-nobody"]) == 2
+    assert up.replica.move_out(["s-a", "s-c", "s-d", "s-unknown"]) == 2
     report = await asyncio.wait_for(runs["a"], WAIT_S)
     assert (report.outcome, report.output_tokens) == (MOVED, 2)
     assert up.engine.aborted == ["a"], "it has given its blocks back when it says so"

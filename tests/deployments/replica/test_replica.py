@@ -30,7 +30,7 @@ async def test_a_run_ends_with_the_last_output(up: Fixture) -> None:
     listed = await up.manager.until(lambda snapshot: len(snapshot.sessions) == 2)
     assert listed.backlog_tokens == 60
     assert listed.reservations == (Reservation(4, 3, 40, 30, 0.5),) * 2
-    up.engine.put(("a", 1, False), ("b", 1, False), ("nobody", 1, False), used_blocks=4, running=2, waiting=1)
+    up.engine.put(("a", 1, False), ("b", 1, False), ("unknown", 1, False), used_blocks=4, running=2, waiting=1)
     up.engine.put(("a", 2, True), used_blocks=2, running=1)
     report = await asyncio.wait_for(run, WAIT_S)
     assert (report.session_id, report.replica_id, report.outcome, report.output_tokens) == ("s-a", "r0", "finished", 3)

@@ -129,12 +129,12 @@ async def test_calls_that_share_a_request_id_are_not_mixed_up(cluster: None) -> 
 async def test_a_call_that_names_an_unknown_replica_fails_and_holds_up_no_other(
     echo: DeploymentHandle, names: list[str]
 ) -> None:
-    lost = [asyncio.ensure_future(_result(echo, task_for("nobody", number))) for number in range(20)]
+    lost = [asyncio.ensure_future(_result(echo, task_for("unknown", number))) for number in range(20)]
     async with asyncio.timeout(APPEAR_S * 0.9):
         assert await echo.run.remote(task_for(names[0])) == names[0]
     async with asyncio.timeout(APPEAR_S + 5):
         for failure in lost:
-            with pytest.raises(ReplicaLost, match="Serve knows no replica nobody of Echo"):
+            with pytest.raises(ReplicaLost, match="Serve knows no replica unknown of Echo"):
                 await failure
 
 
@@ -181,7 +181,7 @@ async def test_a_replica_that_serve_has_taken_out_gets_only_what_hands_over_a_se
 
 
 async def test_a_cancelled_call_leaves_nothing_waiting(echo: DeploymentHandle, names: list[str]) -> None:
-    response = echo.run.remote(task_for("nobody"))
+    response = echo.run.remote(task_for("unknown"))
     await asyncio.sleep(0.05)
     response.cancel()
     with pytest.raises((asyncio.CancelledError, RequestCancelledError)):

@@ -118,10 +118,10 @@ def test_every_peer_is_asked_the_same_in_a_round() -> None:
 
 
 def test_a_peer_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for bench, option in ((serving, "--peers=nobody"), (overhead, "--peers=nobody"), (overhead, "--streams=5000")):
+    for bench, option in ((serving, "--peers=unknown"), (overhead, "--peers=unknown"), (overhead, "--streams=5000")):
         with pytest.raises(SystemExit):
             bench.parse([option])
-    assert "nobody" in capsys.readouterr().err
+    assert "unknown" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -225,7 +225,7 @@ def test_everyone_who_entered_leaves_once_and_the_room_stays_bounded(
                 assert late == {session for session, since_s in inside.items() if now_s >= since_s + 10.0}
                 inside = {session: since_s for session, since_s in inside.items() if session not in late}
             case _:
-                session = rng.choice([*inside, "nobody"])
+                session = rng.choice([*inside, "unknown"])
                 assert room.remove(session) == (inside.pop(session, None) is not None)
         assert len(room) == len(inside) == sum(room.queued().values()) <= size
         assert all(session in room for session in inside)

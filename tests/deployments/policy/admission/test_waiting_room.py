@@ -85,7 +85,7 @@ def test_a_small_request_overtakes_a_large_one_that_cannot_be_placed_yet() -> No
     assert found[0] == "small"
 
 
-def test_after_half_its_timeout_nobody_overtakes_a_request_where_it_could_go() -> None:
+def test_after_half_its_timeout_none_overtakes_a_request_where_it_could_go() -> None:
     room = room_of(ask("large", 80), ask("small", 10))
     assert called(room, fleet_of(decode("d0", 100, 50)), 15.1) is None
     found = called(room, fleet_of(decode("d0", 100, 80)), 15.2)

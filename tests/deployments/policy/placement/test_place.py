@@ -190,7 +190,7 @@ def test_what_could_never_fit_is_rejected_with_numbers() -> None:
     )
 
 
-def test_nobody_is_rejected_while_a_pool_has_not_said_how_large_it_is() -> None:
+def test_no_request_is_rejected_while_a_pool_has_not_said_how_large_it_is() -> None:
     view = fleet_of(replica("d0"), prefill(), silent=(Role.DECODE,))
     assert isinstance(place(ask(1000, 1000), view, SETTINGS), Queue)
 

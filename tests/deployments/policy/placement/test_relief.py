@@ -113,7 +113,7 @@ def test_who_cannot_go_on_elsewhere_and_who_is_about_to_end_stays(bound: tuple[i
     assert sorted(chosen(snapshot(*told, used=100, bound=bound), room(blocks=200), steps=1600.0)) == left
 
 
-def test_nobody_goes_where_there_is_no_room_for_long_enough() -> None:
+def test_no_session_goes_where_there_is_no_room_for_long_enough() -> None:
     full = snapshot((160, 60), used=100)
     needed = 10 + int(REST * STEPS) // BLOCK
     assert chosen(full) == ()

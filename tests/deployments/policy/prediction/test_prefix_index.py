@@ -105,7 +105,7 @@ def test_a_lost_replica_is_no_hit_and_is_cleaned_away() -> None:
         index.apply(replica_id, CacheChange(2, stored=PROMPT), 0.0)
     index.expect(["a"], (1, 2, 3), 0.0)
     index.forget("a")
-    index.forget("nobody")
+    index.forget("unknown")
     assert index.hits(PROMPT) == {"b": 10}
     assert not index.knows("a")
     for _ in range(300):

@@ -53,7 +53,7 @@ class Ingress:
 
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
-        block_size = self._config.prefill.engine.block_size  # the same in every pool
+        block_size = self._config.block_size
         self._client = manager_client(self._manager_handle, self._config)
         self._manager = StandIn(self._client, self._config)
         core = ClusterCore(

@@ -34,8 +34,10 @@ def check_pool(pool: PoolConfig) -> None:
 
 def check_application(config: BatonConfig) -> None:
     """Check every rule between the sections. Raises ValueError."""
-    for name in config.decode:
-        _check_name(name, "decode pool name")
+    for role, pools in (("decode", config.decode), ("mixed", config.mixed)):
+        for name in pools:
+            _check_name(name, f"{role} pool name")
+    _check_roles(config)
     _check_engines(config)
     _check_classes(config)
     for name, pool in config.pools.items():
@@ -49,6 +51,19 @@ def check_application(config: BatonConfig) -> None:
 def _check_name(name: str, what: str) -> None:
     if not name.replace("-", "").replace("_", "").isalnum():
         raise ValueError(f"{what} {name!r}: letters, digits, - and _ only")
+
+
+def _check_roles(config: BatonConfig) -> None:
+    """Check that there are pools for both sides of a request."""
+    if not config.pools:
+        raise ValueError("no pool: give `prefill` and `decode`, or `mixed`")
+    for name, pool in config.mixed.items():
+        if pool.strict:
+            raise ValueError(f"mixed-{name}: strict is for prefill and decode pools; a mixed pool does both")
+    if not config.mixed and (config.prefill is None or not config.decode):
+        raise ValueError(
+            f"a {'decode' if config.prefill else 'prefill'} pool is missing; without `mixed` pools give both"
+        )
 
 
 def _check_engines(config: BatonConfig) -> None:
@@ -82,8 +97,9 @@ def _check_classes(config: BatonConfig) -> None:
         if unknown := set(pool.classes) - known:
             raise ValueError(f"{name}: classes {sorted(unknown)} are not in placement.classes {sorted(known)}")
     for name in known:
-        if not any(not pool.classes or name in pool.classes for pool in config.decode.values()):
-            raise ValueError(f"no decode pool serves class {name!r}")
+        decoding = [*config.decode.values(), *config.mixed.values()]
+        if not any(not pool.classes or name in pool.classes for pool in decoding):
+            raise ValueError(f"no decode or mixed pool serves class {name!r}")
 
 
 def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None:

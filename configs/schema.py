@@ -16,7 +16,15 @@ from configs.checks import DEFAULT_CLASS, check_application, check_pool
 from configs.section import Section as Section
 
 Policy = Literal[
-    "joint", "round_robin", "weighted_round_robin", "power_of_two", "least_tokens", "prefix_affinity", "overlap_cost"
+    "joint",
+    "round_robin",
+    "weighted_round_robin",
+    "power_of_two",
+    "least_tokens",
+    "prefix_affinity",
+    "overlap_cost",
+    "ppd",
+    "pinned",
 ]
 
 
@@ -128,6 +136,9 @@ class PoolConfig(Section):
     """The priority classes that this pool serves; empty: all."""
     adapters: tuple[str, ...] = ()
     """The LoRA adapters that this pool serves; empty: any."""
+    strict: bool = False
+    """True: a prefill pool never decodes, a decode pool never prefills what can be split. False: where that costs less
+    time, it does."""
 
     @model_validator(mode="after")
     def _check(self) -> PoolConfig:
@@ -233,7 +244,9 @@ class PlacementConfig(Section):
     prefill_queue_s: float | None = Field(None, gt=0)
     """Seconds of work after which a prefill replica gets no more; null: its engine queues without limit."""
     split_min_prompt_tokens: int = Field(1, ge=1)
-    """The decode replica itself prefills shorter prompts."""
+    """One replica serves shorter prompts whole."""
+    longest_step_s: float = Field(0.25, gt=0)
+    """Seconds that a step with prompts in it may take beside running answers, where no `tpot_s` of theirs is less."""
     queue_timeout_s: float = Field(30.0, gt=0)
     """Seconds that a request waits for capacity; then it gets 429, or 503 when no replica is up."""
     max_queued_requests: int = Field(1024, ge=0)
@@ -274,14 +287,16 @@ class IngressConfig(Section):
 
 
 class BatonConfig(Section):
-    """A whole application: one prefill pool and any number of decode pools."""
+    """A whole application. At least one pool decodes: `mixed` pools alone, or a prefill pool and `decode` pools."""
 
     model: ModelConfig = ModelConfig()
     """The model that every pool serves."""
-    prefill: PoolConfig
+    prefill: PoolConfig | None = None
     """The prefill pool; its deployment is `prefill`."""
-    decode: dict[str, PoolConfig] = Field(min_length=1)
+    decode: dict[str, PoolConfig] = Field({})
     """Decode pools by name; their deployments are `decode-NAME`."""
+    mixed: dict[str, PoolConfig] = Field({})
+    """Pools that do both, by name; their deployments are `mixed-NAME`."""
     channel: ChannelConfig = ChannelConfig()
     """How KV moves."""
     placement: PlacementConfig = PlacementConfig()
@@ -291,10 +306,22 @@ class BatonConfig(Section):
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
-        """Every pool by its deployment's name: `prefill`, and `decode-NAME` for each decode pool."""
-        return {"prefill": self.prefill} | {f"decode-{name}": pool for name, pool in self.decode.items()}
+        """Every pool by its deployment's name: `prefill`, `decode-NAME` and `mixed-NAME`."""
+        prefill = {} if self.prefill is None else {"prefill": self.prefill}
+        named = {"decode": self.decode, "mixed": self.mixed}
+        return prefill | {f"{role}-{name}": pool for role, pools in named.items() for name, pool in pools.items()}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block, the same in every pool."""
+        return next(iter(self.pools.values())).engine.block_size
 
     @model_validator(mode="after")
     def _check(self) -> BatonConfig:
         check_application(self)
         return self
+
+
+def role_of(pool: str) -> Literal["prefill", "decode", "mixed"]:
+    """The role of a pool, by its deployment's name."""
+    return "prefill" if pool == "prefill" else "mixed" if pool.startswith("mixed-") else "decode"

@@ -17,10 +17,11 @@ from transfer.memory.blocks import blocks_for
 
 
 class Role(StrEnum):
-    """What a pool is for."""
+    """What a pool is for, and the name of each side of a split session."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
 
 
 class Mode(StrEnum):
@@ -57,7 +58,8 @@ class ReplicaInfo:
     `endpoints`: the control address of each worker's KV channel, by rank. `chunk_tokens`: the most prompt tokens that
     one step computes. `kv_bytes_per_token`: over all layers and workers. Both are 0 where they are not known. `prior`:
     the five coefficients of a step by its hardware and model (`step_cost.Coefficients`); empty where they are not
-    known.
+    known. `strict`: a prefill replica never decodes, or a decode replica never computes the prompt of a request that
+    can be split.
     """
 
     replica_id: str
@@ -73,6 +75,17 @@ class ReplicaInfo:
     chunk_tokens: int = 0
     kv_bytes_per_token: int = 0
     prior: tuple[float, ...] = ()
+    strict: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it may write answers."""
+        return not (self.strict and self.role is Role.PREFILL)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it may compute prompts that can be split from their answers."""
+        return not (self.strict and self.role is Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +299,7 @@ class Placement:
     """Where a session goes, what is reserved for it, and how long each stage may take.
 
     `cached_tokens`: prompt tokens expected in the prefix cache of the replica that prefills. `forecast`: the times
-    expected.
+    expected. `tpot_s`: the TPOT objective of its class in seconds; 0 where it has none.
     """
 
     session_id: str
@@ -300,6 +313,7 @@ class Placement:
     session_timeout_s: float
     cached_tokens: int = 0
     forecast: Forecast = Forecast()
+    tpot_s: float = 0.0
 
     @property
     def owner(self) -> ReplicaInfo:
@@ -341,10 +355,14 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The session must wait: capacity will come back. `unavailable`: no replica of a kind that it needs is up."""
+    """The session must wait: capacity will come back. `unavailable`: no replica of a kind that it needs is up.
+
+    `for_turn`: there is room, but every replica has prompts enough to compute.
+    """
 
     reason: str
     unavailable: bool = False
+    for_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

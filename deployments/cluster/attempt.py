@@ -174,7 +174,7 @@ class Attempt:
         self, placement: Placement, replica: ReplicaInfo, role: Role, transfer: dict[str, Any] | None
     ) -> SessionTask:
         left = self._left
-        request = part(left.request, role, self._means.handoff, transfer, left.answered)
+        request = part(left.request, role, self._means.handoff, transfer, left.answered, placement.tpot_s)
         prompt_tokens = len(request.prompt_token_ids or ()) + len(left.answered)
         return SessionTask(
             session_id=placement.session_id,

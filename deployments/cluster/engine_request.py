@@ -116,11 +116,12 @@ def part(
     handoff: Handoff,
     transfer: dict[str, Any] | None,
     answered: Sequence[int] = (),
+    tpot_s: float = 0.0,
 ) -> EngineCoreRequest:
     """The request as one replica gets it.
 
-    `answered`: the tokens that the client had before (`transfer/vllm/continued_answer.py`). What a client may have said
-    of KV transfers, or of an answer, does not reach an engine.
+    `answered`: the tokens that the client had before (`transfer/vllm/continued_answer.py`). `tpot_s`: the TPOT
+    objective of its class; 0: none. What a client may have said of these, or of KV transfers, does not reach an engine.
     """
     assert request.sampling_params is not None
     part, params = copy.copy(request), copy.copy(request.sampling_params)
@@ -132,7 +133,12 @@ def part(
             params.max_tokens = len(answered) + 1
             params.min_tokens = min(params.max_tokens, params.min_tokens)
     # A client's `kv_cache_report_mode` would make the engine report blocks as cached that it has reported before.
-    ours = {"kv_transfer_params": transfer, "baton_answered": before, "kv_cache_report_mode": None}
+    ours = {
+        "kv_transfer_params": transfer,
+        "baton_answered": before,
+        "baton_tpot_s": tpot_s or None,
+        "kv_cache_report_mode": None,
+    }
     told = {**(params.extra_args or {}), **ours}
     params.extra_args = {name: value for name, value in told.items() if value is not None} or None
     part.sampling_params = params

@@ -7,6 +7,7 @@ from pathlib import Path
 from configs.schema import BatonConfig, VllmEngineConfig
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.engine.protocol import Engine, Identity
+from deployments.messages import Role
 
 
 def checkpoint(config: BatonConfig) -> str:
@@ -33,6 +34,8 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             secret=secret,
             host=identity.host,
             device=pool.device or pool.resources.accelerator_type,
+            strict=pool.strict,
+            longest_step_s=config.placement.longest_step_s,
         )
     from deployments.engine.mock.engine import MockEngine
     from transfer.memory.in_process_plane import InProcessPlane
@@ -47,13 +50,14 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
         plane = InProcessPlane(identity.replica_id)
     return MockEngine(
         engine,
-        role=identity.role,
         replica_id=identity.replica_id,
         fingerprint=f"mock-{engine.num_layers}-{engine.seed}",
         secret=secret,
         host=identity.host,
         handoff_timeout_s=config.channel.handoff_timeout_s,
         max_model_len=config.model.max_model_len,
+        longest_step_s=config.placement.longest_step_s,
+        receives=identity.role is not Role.PREFILL or not pool.strict,
         plane=plane,
     )
 

@@ -18,13 +18,14 @@ class EngineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The replica that an engine belongs to. `host`: the address at which its peers reach it."""
+    """The replica that an engine belongs to. `host`: the address at which its peers reach it. `strict`: of its pool."""
 
     replica_id: str
     pool: str
     role: Role
     node_id: str
     host: str
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

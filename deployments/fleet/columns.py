@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.messages import ReplicaInfo
+from deployments.messages import ReplicaInfo, Role
 from deployments.step_cost import Coefficients
 
 Numbers = NDArray[np.float64]
@@ -28,7 +28,10 @@ class ReplicaView(NamedTuple):
     `busy_until_s`: when this backlog is predicted to be computed. `behind_s`: predicted seconds of the backlog behind
     the prompt in progress; the backlog takes at least as long from now on. `expected_blocks`: the blocks that its
     sessions are expected to hold at their ends. `held_tokens`: the tokens that they are expected to hold halfway.
-    `pending`: the number of its sessions whose prompts another replica has yet to compute.
+    `pending`: the number of its sessions whose prompts another replica has yet to compute. `prompts`: the number of
+    prompts that it has yet to compute itself. `bound`: the number of answers with a TPOT objective that run or are
+    pending; `bound_tpot_s`: the sum of those objectives, in seconds. `flow_prompts`, `flow_s`: prompts that were placed
+    here lately and their predicted seconds, as they had faded at `flow_at_s` (`prompt_flow`).
     """
 
     info: ReplicaInfo
@@ -40,6 +43,12 @@ class ReplicaView(NamedTuple):
     expected_blocks: int = 0
     held_tokens: float = 0.0
     pending: int = 0
+    prompts: int = 0
+    bound: int = 0
+    bound_tpot_s: float = 0.0
+    flow_prompts: float = 0.0
+    flow_s: float = 0.0
+    flow_at_s: float = 0.0
 
 
 CHUNK_TOKENS = 2048
@@ -65,22 +74,29 @@ class Kind(NamedTuple):
     chunk_tokens: int
 
 
-class Columns:
-    """The replicas of one role. Every array has a row per replica. Rows that are not `ready` do not count.
+ROLES = tuple(Role)
 
-    `seen_s`: when each replica last reported. `fingerprint`: codes from 0, equal for equal strings; all columns made
-    with the same `names` share the codes. `kind`: indices into `kinds`. `sizes` and `engines` count the replicas by
-    block size and by fingerprint. `coefficients`: what the steps of each pool take; empty while that is not known.
+
+class Columns:
+    """The replicas of a fleet. Every array has a row per replica. Rows that are not `ready` do not count.
+
+    `seen_s`: when each replica last reported. `role`: indices into `ROLES`. `decodes`, `prefills`: see `ReplicaInfo`.
+    `fingerprint`: codes from 0, equal for equal strings. `kind`: indices into `kinds`. `sizes` and `engines` count the
+    replicas by block size and by fingerprint. `coefficients`: what the steps of each pool take; empty while that is not
+    known.
     """
 
-    def __init__(self, names: dict[str, int], capacity: int = 16) -> None:
-        self.names = names
+    def __init__(self, capacity: int = 16) -> None:
+        self.names: dict[str, int] = {}
         self.rows: dict[str, int] = {}
         self.infos: list[ReplicaInfo | None] = []
         self.ready: Flags = np.zeros(capacity, np.bool_)
         self.seen_s: Numbers = np.zeros(capacity)
         self.kinds: list[Kind] = []
         self.kind: Codes = np.zeros(capacity, np.int64)
+        self.role: Codes = np.zeros(capacity, np.int64)
+        self.decodes: Flags = np.zeros(capacity, np.bool_)
+        self.prefills: Flags = np.zeros(capacity, np.bool_)
         self.fingerprint: Codes = np.zeros(capacity, np.int64)
         self._table: Numbers = _blank(capacity)
         self.numbers: dict[str, Numbers] = dict(zip(NUMBERS, self._table, strict=True))
@@ -139,6 +155,8 @@ class Columns:
             self.kinds.append(kind)
             self._steps.append(self.coefficients.get(info.pool, UNKNOWN))
         self.kind[row] = self.kinds.index(kind)
+        self.role[row] = ROLES.index(info.role)
+        self.decodes[row], self.prefills[row] = info.decodes, info.prefills
         self.fingerprint[row] = self.code(info.fingerprint)
         capacity_tokens = min(info.max_model_len, info.total_blocks * info.block_size)
         shape = (
@@ -166,6 +184,16 @@ class Columns:
             self._uncount(row)
             self.infos[row], self.ready[row] = None, False
             self._spare.append(row)
+
+    def is_of(self, role: Role) -> Flags:
+        """Which rows are of pools with this role."""
+        flags: Flags = self.role == ROLES.index(role)
+        return flags
+
+    def is_engine(self, code: int) -> Flags:
+        """Which rows have this fingerprint."""
+        flags: Flags = self.fingerprint == code
+        return flags
 
     def blocks_for(self, tokens: float) -> Numbers | float:
         """The blocks that hold so many tokens: one number where all replicas have the same block size."""
@@ -213,10 +241,9 @@ class Columns:
 
     def _grow(self) -> None:
         size = len(self.ready)
-        self.ready, self.seen_s, self.kind, self.fingerprint = (
-            np.concatenate([array, np.zeros(size, array.dtype)])
-            for array in (self.ready, self.seen_s, self.kind, self.fingerprint)
-        )
+        for name in ("ready", "seen_s", "kind", "role", "decodes", "prefills", "fingerprint"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros(size, array.dtype)]))
         self._table = np.concatenate([self._table, _blank(size)], axis=1)
         self.numbers = dict(zip(NUMBERS, self._table, strict=True))
 

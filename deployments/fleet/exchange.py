@@ -11,16 +11,13 @@ from deployments.messages import Peers, Phase, ReplicaInfo, ReplicaSnapshot, Rol
 def peers_of(info: ReplicaInfo, others: Iterable[ReplicaInfo | None]) -> Peers:
     """The replicas with the same fingerprint as `info` that it may exchange KV with.
 
-    A prefill replica gets all decode replicas, which it writes to. A decode replica gets all replicas, itself among
-    them: prefill replicas write to it, and any decode replica may move a session to any other.
+    A replica that may decode gets all replicas, itself among them: any of them may write to it, and it may give a
+    session up to any other that decodes. One that never decodes gets those that do.
     """
     endpoints = sorted(
         other.endpoints
         for other in others
-        if other
-        and other.endpoints
-        and Role.DECODE in (other.role, info.role)
-        and other.fingerprint == info.fingerprint
+        if other and other.endpoints and (other.decodes or info.decodes) and other.fingerprint == info.fingerprint
     )
     return Peers(zlib.crc32(repr(tuple(endpoints)).encode()), tuple(endpoints))
 
@@ -30,8 +27,11 @@ def is_ahead_of_partners(info: ReplicaInfo, phase: Phase, fresh: Iterable[Replic
 
     A partner has the other role and the same fingerprint. If the replica went on, Serve would stop one of the old pair
     before the new pair is whole. A replica that has loaded waits until a partner has loaded; one that is ready waits
-    until a partner is ready. `fresh`: the newest snapshots of the replicas that still report.
+    until a partner is ready. A mixed replica needs no partner. `fresh`: the newest snapshots of the replicas that still
+    report.
     """
+    if info.role is Role.MIXED:
+        return False
     loaded, serving = set(), set()
     for snapshot in fresh:
         other = snapshot.info

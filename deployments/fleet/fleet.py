@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from deployments.fleet.columns import Columns, ReplicaView
 from deployments.fleet.exchange import is_ahead_of_partners, peers_of
 from deployments.fleet.ledger import Ledger, Promise, Share
+from deployments.fleet.prompt_flow import PromptFlow
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.step_cost import Coefficients
@@ -68,14 +69,14 @@ class Fleet:
         self._stale_s = stale_s
         self._forget_s = forget_s
         self._overcommit = overcommit
-        names: dict[str, int] = {}
-        self._columns = {role: Columns(names) for role in Role}
+        self._columns = Columns()
         self._stale_rows: dict[str, None] = {}  # in order, so that a run can be repeated
         self._ledger = Ledger(self._stale_rows, slack_s, unconfirmed_s)
+        self._flows: dict[str, PromptFlow] = {}
         self._arrivals: dict[str, _Arrival] = {}
         self._shapes: dict[str, ReplicaInfo] = {}
         self._known: tuple[ReplicaInfo, ...] | None = None
-        self._peers: dict[tuple[Role, str], Peers] = {}
+        self._peers: dict[tuple[bool, str], Peers] = {}
 
     def __len__(self) -> int:
         """The number of replicas that have reported and are not forgotten."""
@@ -105,6 +106,7 @@ class Fleet:
     def forget(self, replica_id: str) -> None:
         """A replica is gone. Its promises stay until their sessions are closed."""
         self._arrivals.pop(replica_id, None)
+        self._flows.pop(replica_id, None)
         self._forget_shapes()
         self._stale_rows[replica_id] = None
         self._ledger.put_unpromised(replica_id, (), (), 0.0)
@@ -131,7 +133,7 @@ class Fleet:
 
     def peers(self, info: ReplicaInfo) -> Peers:
         """The replicas that this one may exchange KV with; see `exchange.peers_of`."""
-        key = info.role, info.fingerprint
+        key = info.decodes, info.fingerprint
         if key not in self._peers:
             self._peers[key] = peers_of(info, (arrival.snapshot.info for arrival in self._arrivals.values()))
         return self._peers[key]
@@ -150,6 +152,8 @@ class Fleet:
     def reserve(self, placement: Placement, prompt_tokens: int, now_s: float) -> None:
         """Reserve what a placement needs. Raises ValueError when that session and epoch have a promise."""
         self._ledger.reserve(placement, prompt_tokens, now_s)
+        flow = self._flows.setdefault(placement.prefiller.replica_id, PromptFlow())
+        flow.placed(placement.forecast.prefill_s, now_s)
 
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
         """The prompt is computed: it leaves the backlog, and the next one begins. True when that was new."""
@@ -205,26 +209,24 @@ class Fleet:
         for replica_id in self._stale_rows:
             self._refresh(replica_id)
         self._stale_rows.clear()
-        for columns in self._columns.values():
-            columns.learn(coefficients or _NO_COEFFICIENTS)
-        by_role = {role: columns.at(now_s, self._stale_s) for role, columns in self._columns.items()}
+        self._columns.learn(coefficients or _NO_COEFFICIENTS)
+        columns = self._columns.at(now_s, self._stale_s)
         for replica_id in shut:
-            for columns in by_role.values():
-                if (row := columns.rows.get(replica_id)) is not None:
-                    columns.ready[row] = False  # this array is not shared: `at` has made it
-        return LiveView(by_role, self._shapes_known(), self._silent_roles(), now_s)
+            if (row := columns.rows.get(replica_id)) is not None:
+                columns.ready[row] = False  # this array is not shared: `at` has made it
+        return LiveView(columns, self._shapes_known(), self._silent_roles(), now_s)
 
     def _refresh(self, replica_id: str) -> None:
         arrival = self._arrivals.get(replica_id)
         if arrival is None or arrival.snapshot.info is None:
-            for columns in self._columns.values():
-                columns.drop(replica_id)
+            self._columns.drop(replica_id)
             return
-        role, ready = arrival.snapshot.info.role, _is_placeable(arrival.snapshot)
-        self._columns[role].put(self._row(arrival), ready=ready, seen_s=arrival.at_s)
+        self._columns.put(self._row(arrival), ready=_is_placeable(arrival.snapshot), seen_s=arrival.at_s)
 
     def _row(self, arrival: _Arrival) -> ReplicaView:
-        return _row(arrival, self._ledger.share(arrival.snapshot.replica_id), self._overcommit)
+        replica_id = arrival.snapshot.replica_id
+        flow = self._flows.get(replica_id) or PromptFlow()
+        return _row(arrival, self._ledger.share(replica_id), self._overcommit, flow)
 
     def _is_fresh(self, arrival: _Arrival, now_s: float) -> bool:
         return now_s - arrival.at_s <= self._stale_s
@@ -262,7 +264,7 @@ def _shape(info: ReplicaInfo) -> tuple[object, ...]:
     return info.pool, info.total_blocks, info.block_size, info.max_model_len
 
 
-def _row(arrival: _Arrival, share: Share, overcommit: float) -> ReplicaView:
+def _row(arrival: _Arrival, share: Share, overcommit: float, flow: PromptFlow) -> ReplicaView:
     """A replica's load: the larger of what is reserved and what it reports."""
     snapshot, info = arrival.snapshot, arrival.snapshot.info
     assert info is not None, "only a replica that has reported its shape gets a row"
@@ -272,11 +274,10 @@ def _row(arrival: _Arrival, share: Share, overcommit: float) -> ReplicaView:
             reserved += promise.reservation(info.replica_id).blocks
             sessions += 1
     taken = max(reserved, snapshot.used_blocks)
-    capacity = int(info.total_blocks * overcommit) if info.role is Role.DECODE else info.total_blocks
     head_s = next(iter(share.prompts.values()), None)
     return ReplicaView(
         info=info,
-        free_blocks=max(0, capacity - taken),
+        free_blocks=max(0, reservable(info, overcommit) - taken),
         sessions=max(sessions, snapshot.running + snapshot.waiting),
         backlog_tokens=share.backlog_tokens,
         busy_until_s=0.0 if head_s is None else share.begun_s + share.work_s,
@@ -284,4 +285,15 @@ def _row(arrival: _Arrival, share: Share, overcommit: float) -> ReplicaView:
         expected_blocks=max(share.expected_blocks, snapshot.used_blocks),
         held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
         pending=share.pending,
+        prompts=len(share.prompts),
+        bound=share.bound,
+        bound_tpot_s=share.bound_tpot_s,
+        flow_prompts=flow.prompts,
+        flow_s=flow.seconds,
+        flow_at_s=flow.at_s,
     )
+
+
+def reservable(info: ReplicaInfo, overcommit: float) -> int:
+    """The blocks of a replica that may be reserved."""
+    return int(info.total_blocks * overcommit) if info.decodes else info.total_blocks

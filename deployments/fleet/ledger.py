@@ -57,6 +57,12 @@ class Promise:
         holds = replica_id == self.placement.owner.replica_id and not self.finished
         return reserved.prefilled() if holds else NOTHING
 
+    def is_answered_on(self, replica_id: str) -> bool:
+        """Whether this replica writes its answer, or will as soon as another one has computed the prompt."""
+        if replica_id != self.placement.owner.replica_id or self.finished or self.released:
+            return False
+        return not self.prefilling or replica_id != self.placement.prefiller.replica_id
+
 
 @dataclass(slots=True)
 class Share:
@@ -65,7 +71,8 @@ class Share:
     `unpromised`: sessions that the replica lists and that this ledger did not place, with their reservations.
     `released`: those of `promises` whose session is closed. The sums are over all that is not released. `prompts`:
     predicted seconds of the prompts that the replica has yet to compute, the oldest first. `begun_s`: when the first of
-    them began. `confirmed_s`: when the replica's sessions were last compared with its promises.
+    them began. `confirmed_s`: when the replica's sessions were last compared with its promises. `bound`: the answers
+    written here, or about to be, that have a TPOT objective; `bound_tpot_s`: the sum of those objectives.
     """
 
     replica_id: str
@@ -82,6 +89,8 @@ class Share:
     backlog_tokens: int = 0
     work_s: float = 0.0
     pending: int = 0
+    bound: int = 0
+    bound_tpot_s: float = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -95,9 +104,11 @@ class Share:
         head = next(iter(self.prompts), None)
         if before is not None and not before.released:
             self._add(before.reservation(self.replica_id), -1)
+            self._bind(before, -1)
         self.promises[key] = promise
         reserved = NOTHING if promise.released else promise.reservation(self.replica_id)
         self._add(reserved, 1)
+        self._bind(promise, 1)
         if promise.released:
             self.released[key] = promise
         if reserved.prefill_tokens:
@@ -112,6 +123,7 @@ class Share:
         before = self.promises.pop(promise.key)
         if not before.released:
             self._add(before.reservation(self.replica_id), -1)
+            self._bind(before, -1)
         self.released.pop(promise.key, None)
         self.prompts.pop(promise.key, None)
         self._update_begun(head, now_s)
@@ -129,15 +141,11 @@ class Share:
         for reserved in unpromised.values():
             self._add(reserved, 1)
         self.unpromised = unpromised
-        ours = {key[0]: (key, seconds) for key, seconds in self.prompts.items() if key[1] != _UNPROMISED}
-        self.prompts = {}
-        for session_id in listed:
-            if session_id in ours:
-                key, seconds = ours.pop(session_id)
-                self.prompts[key] = seconds
-            elif session_id in unpromised and unpromised[session_id].prefill_tokens:
-                self.prompts[session_id, _UNPROMISED] = unpromised[session_id].prefill_s
-        self.prompts.update(ours.values())
+        ours = {key: seconds for key, seconds in self.prompts.items() if key[1] != _UNPROMISED}
+        places = {session_id: place for place, session_id in enumerate(listed)}
+        theirs = {(each, _UNPROMISED): held.prefill_s for each, held in unpromised.items() if held.prefill_tokens}
+        in_order = sorted((ours | theirs).items(), key=lambda each: places.get(each[0][0], len(places)))
+        self.prompts = dict(in_order)
         self._update_begun(head, now_s)
 
     def _update_begun(self, head: Key | None, now_s: float) -> None:
@@ -155,6 +163,12 @@ class Share:
         self.backlog_tokens += sign * reserved.prefill_tokens
         self.work_s += sign * reserved.prefill_s
         self.pending += sign * reserved.pending
+
+    def _bind(self, promise: Promise, sign: int) -> None:
+        objective_s = promise.placement.tpot_s
+        if objective_s and promise.is_answered_on(self.replica_id):
+            self.bound += sign
+            self.bound_tpot_s = self.bound_tpot_s + sign * objective_s if self.bound else 0.0
 
 
 class Ledger:

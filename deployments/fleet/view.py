@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,8 +28,9 @@ class View(Protocol):
     @property
     def now_s(self) -> float: ...
 
-    def columns(self, role: Role) -> Columns:
-        """The replicas of a role."""
+    @property
+    def columns(self) -> Columns:
+        """The replicas."""
 
     def without_room_on(self, replica_ids: Collection[str]) -> View:
         """This view, with no free block on these replicas: their room is kept for other requests."""
@@ -44,16 +45,11 @@ class FleetView:
     silent: tuple[Role, ...] = ()
     now_s: float = field(default=0.0, compare=False)
 
-    def of(self, role: Role) -> tuple[ReplicaView, ...]:
-        """The ready replicas of a role."""
-        return tuple(view for view in self.ready if view.info.role is role)
-
-    def columns(self, role: Role) -> Columns:
+    @property
+    def columns(self) -> Columns:
         """Columns made from the rows."""
-        columns = Columns({}, max(1, len(self.ready)))
-        for fingerprint in sorted({view.info.fingerprint for view in self.ready}):
-            columns.code(fingerprint)  # the columns of both roles must agree on the codes
-        for view in self.of(role):
+        columns = Columns(max(1, len(self.ready)))
+        for view in self.ready:
             columns.put(view)
         return columns
 
@@ -67,16 +63,11 @@ class FleetView:
 class LiveView:
     """A view by columns, for policy. It is valid until the fleet changes."""
 
-    by_role: Mapping[Role, Columns]
+    columns: Columns
     known: Sequence[ReplicaInfo]
     silent: Sequence[Role]
     now_s: float
 
-    def columns(self, role: Role) -> Columns:
-        """The columns that the fleet keeps."""
-        return self.by_role[role]
-
     def without_room_on(self, replica_ids: Collection[str]) -> LiveView:
         """See `View`."""
-        by_role = {role: columns.without_room_on(replica_ids) for role, columns in self.by_role.items()}
-        return replace(self, by_role=by_role)
+        return replace(self, columns=self.columns.without_room_on(replica_ids))

@@ -16,6 +16,7 @@ from typing import assert_never, cast
 
 from configs.schema import BatonConfig
 from deployments.fleet.columns import ReplicaView
+from deployments.fleet.fleet import reservable
 from deployments.manager import status
 from deployments.manager.calls import (
     A,
@@ -43,7 +44,6 @@ from deployments.messages import (
     ReplicaSnapshot,
     ReportAnswer,
     Reservation,
-    Role,
     SessionRequest,
 )
 from deployments.policy.allocator import Allocator
@@ -194,9 +194,8 @@ class SessionManager:
 
     def _occupancy(self, view: ReplicaView, now_s: float) -> Occupancy:
         info = view.info
-        capacity = int(info.total_blocks * self._overcommit) if info.role is Role.DECODE else info.total_blocks
         held = Reservation(
-            blocks=capacity - view.free_blocks,
+            blocks=reservable(info, self._overcommit) - view.free_blocks,
             expected_blocks=view.expected_blocks,
             held_tokens=int(view.held_tokens),
             prefill_tokens=view.backlog_tokens,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from configs.schema import BatonConfig
+from configs.schema import BatonConfig, role_of
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.ledger import Promise
 from deployments.fleet.view import View
@@ -51,7 +51,7 @@ class Allocator:
         placement = config.placement
         self._queue_timeout_s = placement.queue_timeout_s
         self.decider = Decider(config, rng)
-        pools = {name: Role.PREFILL if name == "prefill" else Role.DECODE for name in config.pools}
+        pools = {name: Role(role_of(name)) for name in config.pools}
         self.fleet = Fleet(pools, stale_s=placement.snapshot_stale_s, overcommit=placement.overcommit)
         self.room = WaitingRoom(
             placement.max_queued_requests, placement.queue_timeout_s, placement.queue_timeout_s, self.decider.classes
@@ -107,7 +107,8 @@ class Allocator:
     def _enter(self, session: OpenSession, now_s: float) -> Admit | Reject | None:
         """Let a session wait; its answer where it gets one in the same moment."""
         session_id = session.request.session_id
-        entered = self.room.enter(session.request, now_s, session.knowledge.output_tokens or None)
+        takes_s = self.decider.takes_s(session, self._live(now_s))
+        entered = self.room.enter(session.request, now_s, session.knowledge.output_tokens or None, takes_s)
         if isinstance(entered, Reject):
             return entered
         self._sessions[session_id] = session

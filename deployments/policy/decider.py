@@ -13,7 +13,7 @@ from deployments.policy.admission.objectives import times, verdict
 from deployments.policy.chance import Chance
 from deployments.policy.placement.baselines import POLICIES
 from deployments.policy.placement.estimates import Knowledge, Limits
-from deployments.policy.placement.field import PlacementSettings, claimed
+from deployments.policy.placement.field import TURN_SHARE, Field, PlacementSettings, claimed
 from deployments.policy.placement.place import place
 
 NEW_GAP = 0.05
@@ -76,8 +76,7 @@ class Decider:
         """
         request = session.request
         priority = self.classes.resolve(request.priority)
-        objectives = (priority.ttft_s or math.inf, priority.tpot_s or math.inf)
-        decision = place(request, view, self.settings, self.policy, self._rng, session.knowledge, objectives)
+        decision = place(self._field(session, view, priority), self.policy)
         if not isinstance(decision, Admit) or not self._config.admission or request.attempt > 1:
             return decision
         refusal = verdict(
@@ -88,6 +87,19 @@ class Decider:
             max_retry_after_s=self._config.queue_timeout_s,
         )
         return refusal or decision
+
+    def _field(self, session: OpenSession, view: View, priority: PriorityClass) -> Field:
+        objectives = (priority.ttft_s or math.inf, priority.tpot_s or math.inf)
+        return Field(session.request, view, self.settings, session.knowledge, self._rng, objectives)
+
+    def takes_s(self, session: OpenSession, view: View) -> float:
+        """The predicted seconds from a placement of this request until its first token, on the fastest replica."""
+        priority = self.classes.resolve(session.request.priority)
+        here = self._field(session, view, priority)
+        able = here.columns.ready & here.columns.prefills
+        if priority.ttft_s is None or not able.any():
+            return 0.0
+        return TURN_SHARE * priority.ttft_s + float(here.outlook.prefill_s[able].min())
 
     def claimed(self, request: SessionRequest, view: View) -> str | None:
         """The replica that a request claims when it has waited for long; see `field.claimed`."""
@@ -165,4 +177,6 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         weights=placement.weights,
         limits=limits,
         moves=config.channel.kind != "vllm",
+        longest_step_s=placement.longest_step_s,
+        slack=placement.admission_slack,
     )

@@ -38,14 +38,16 @@ class Moves:
         if not self._settings.moves or not snapshot.held_tokens or info is None:
             return ()
         steps = self._relief.steps(snapshot, takes_s)
-        if info.role is not Role.DECODE or not self._relief.is_pressed(snapshot, steps, now_s):
+        if not info.decodes or not self._relief.is_pressed(snapshot, steps, now_s):
             return ()
         snapshots = self._fleet.snapshots()
         barred = {*self._relief.pressed(now_s), *self._breakers.shut(now_s)}
         rooms = [
             room_of(view, snapshots[view.info.replica_id], REST * steps)
-            for view in self._fleet.view(now_s).of(Role.DECODE)
-            if view.info.replica_id not in barred and view.info.fingerprint == info.fingerprint
+            for view in self._fleet.view(now_s).ready
+            if self._takes_over(view.info)
+            and view.info.replica_id not in barred
+            and view.info.fingerprint == info.fingerprint
         ]
 
         def may_hold(running: Running, target: ReplicaInfo) -> bool:
@@ -54,6 +56,10 @@ class Moves:
         moves = choose_moves(snapshot, rooms, steps, may_hold)
         self._relief.keep(moves.values(), now_s)
         return tuple(moves)
+
+    def _takes_over(self, info: ReplicaInfo) -> bool:
+        keeps_roles = self._settings.split_always and info.role is Role.PREFILL
+        return info.decodes and not keeps_roles
 
     def _may_hold(self, request: SessionRequest | None, running: Running, target: ReplicaInfo) -> bool:
         if request is None:

@@ -198,4 +198,5 @@ def _info(identity: Identity, engine: EngineInfo) -> ReplicaInfo:
         chunk_tokens=engine.chunk_tokens,
         kv_bytes_per_token=engine.kv_bytes_per_token,
         prior=engine.prior,
+        strict=identity.strict,
     )

@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
-from configs.schema import BatonConfig
+from configs.schema import BatonConfig, role_of
 from deployments.engine.build import build_engine
 from deployments.engine.protocol import EngineError, Identity
 from deployments.host.garbage import starting
@@ -35,9 +35,10 @@ class ServeReplica:
         identity = Identity(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             pool=pool,
-            role=Role.PREFILL if pool == "prefill" else Role.DECODE,
+            role=Role(role_of(pool)),
             node_id=ray.get_runtime_context().get_node_id(),
             host=get_node_ip_address(),
+            strict=baton.pools[pool].strict,
         )
         with starting():
             engine = build_engine(baton, identity, cluster_secret(baton))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from configs.schema import BatonConfig
 from deployments.messages import ReplicaInfo, Role
-from deployments.policy.prompt_share import prompt_share
 from load_tests.simulator.links import Nic
 from load_tests.simulator.metrics import Classes
 from load_tests.simulator.profiles import Cluster, Pool
@@ -136,7 +135,7 @@ def _info(replica_id: str, deployment: str, pool: Pool, max_model_len: int, bloc
         total_blocks=pool.blocks(block_tokens),
         max_sessions=pool.limits.sequences,
         max_model_len=max_model_len,
-        chunk_tokens=prompt_share(pool.role, pool.limits.batched_tokens, pool.limits.sequences),
+        chunk_tokens=pool.limits.batched_tokens,
         kv_bytes_per_token=int(pool.profile.kv_bytes_per_token),
         prior=tuple(pool.profile.guess),
     )

@@ -7,9 +7,12 @@ block are known when it joins. Nothing has to be updated in between.
 from __future__ import annotations
 
 import heapq
+import math
+from collections import Counter
 from itertools import count
 from typing import NamedTuple
 
+from deployments.policy.step_size import allowed_step_s
 from load_tests.simulator.work import Work
 
 
@@ -31,6 +34,7 @@ class DecodeBatch:
         self._ends: list[tuple[int, int, Work]] = []
         self._crossings = [0] * block_tokens
         self._serial = count()
+        self._objectives: Counter[float] = Counter()
 
     def __len__(self) -> int:
         return len(self._members)
@@ -43,7 +47,12 @@ class DecodeBatch:
         self._crossings[crossing] += 1
         self._members[work] = _Member(end_step, crossing)
         self.context += held
+        self._objectives[work.tpot_s] += 1
         heapq.heappush(self._ends, (end_step, next(self._serial), work))
+
+    def allowed_step_s(self, longest_step_s: float) -> float:
+        """The longest step that the sequences allow; those without a TPOT objective allow `longest_step_s`."""
+        return min((allowed_step_s(each, longest_step_s) for each in self._objectives), default=math.inf)
 
     def steps_left(self) -> int:
         """Steps until the first sequence ends. Raises IndexError when there is none."""
@@ -99,3 +108,6 @@ class DecodeBatch:
         work.generated = work.outputs - (end_step - self.step)
         self._crossings[crossing] -= 1
         self.context -= work.context
+        self._objectives[work.tpot_s] -= 1
+        if not self._objectives[work.tpot_s]:
+            del self._objectives[work.tpot_s]

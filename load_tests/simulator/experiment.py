@@ -1,7 +1,7 @@
 """One simulated run of a policy under a load. The description can be sent to another process.
 
-**Objectives.** Mooncake's conversation has two classes. Prompts of up to 16,384 tokens are promised the first token
-within 2 s, longer ones within 15 s. A simulated H100 with nothing else to do takes 0.7 s for the longest of the first
+**Objectives.** Mooncake's conversation, `agents` and `shared` have two classes. Prompts of up to 16,384 tokens are
+promised the first token within 2 s, longer ones within 15 s. A simulated H100 with nothing else to do takes 0.7 s for the longest of the first
 class, and 13 s for the longest of the second. With any policy, the short ones among the waiting requests go first
 (rank). Azure's conversation and the made traces have one class: 1 s. 99% of Azure's prompts take at most 0.15 s alone.
 All are promised 0.05 s a token. That is 20 tokens a second, several times as fast as people read, and twice the time
@@ -38,7 +38,11 @@ MADE: dict[str, Callable[[float, int, int], Trace]] = {
     "poisson": synthetic.poisson,
     "burst": synthetic.burst,
     "conversations": synthetic.conversations,
+    "agents": synthetic.agents,
+    "shared": synthetic.shared,
 }
+LONG_PROMPTS = ("agents", "shared")
+"""The made traces whose prompts are as long as Mooncake's, and which have its objectives."""
 MADE_RATE, MADE_REQUESTS = 10.0, 20_000
 
 
@@ -80,7 +84,7 @@ class Experiment:
 
 def classes_of(trace: str) -> Classes:
     """The classes of a trace's requests, with their objectives."""
-    return LONG_CHAT if trace.startswith("mooncake") else CHAT
+    return LONG_CHAT if trace.startswith("mooncake") or trace in LONG_PROMPTS else CHAT
 
 
 @functools.lru_cache(maxsize=4)

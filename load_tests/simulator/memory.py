@@ -1,7 +1,7 @@
 """A replica's KV memory: blocks in use, and a prefix cache of unused blocks. The oldest are evicted first.
 
-Only the blocks of a prompt have hashes. The blocks of an answer take memory and are never found again, because a trace
-does not say what the next turn will quote.
+The blocks of an answer have hashes where the trace says that the next turn repeats it. Otherwise they take memory and
+are never found again.
 """
 
 from __future__ import annotations

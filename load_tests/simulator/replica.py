@@ -7,10 +7,12 @@ does.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 
 from deployments.messages import ReplicaInfo
+from deployments.policy.step_size import share_of_one
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.memory import BlockMemory
@@ -35,6 +37,7 @@ class Replica:
         self.waiting: deque[Work] = deque()
         self.prefilling: list[Work] = []
         self._ready: deque[Work] = deque()
+        self._coming: dict[str, Work] = {}  # offered, and their KV is not here yet
         self._limits, self._pace = limits, Pace(coefficients, limits, rng, speed)
         self._step: Step | None = None
 
@@ -58,6 +61,7 @@ class Replica:
     def land(self, work: Work, now_s: float) -> None:
         """The KV and the first token of an offered sequence are here."""
         self.memory.commit(work, work.target)
+        del self._coming[work.session_id]
         work.generated = 1
         if work.outputs == 1:
             self._end(work)
@@ -141,6 +145,7 @@ class Replica:
             self._end(work)
 
     def _end(self, work: Work) -> None:
+        self.memory.commit(work, work.context)
         self.memory.release(work, self.memory.blocks_for(work.context))
         self.sessions.pop(work.session_id, None)
         self.log.end(work)
@@ -165,8 +170,8 @@ class Replica:
 
     def _admit(self, happened: Happened) -> None:
         """Admit waiting sequences, in order, while seats, tokens and blocks last."""
-        reserve, most = self.batch.growth(1), self._most_of_one()
-        budget = self._limits.batched_tokens - len(self.batch)
+        reserve = self.batch.growth(1)
+        budget, most = self._budget()
         budget -= sum(min(most, work.target - work.computed) for work in self.prefilling)
         while self.waiting:
             work = self.waiting[0]
@@ -177,6 +182,7 @@ class Replica:
             self.waiting.popleft()
             if work.loads:
                 work.is_offered = True
+                self._coming[work.session_id] = work
                 happened.offered.append(work)
                 continue
             work.computed = work.cached_tokens
@@ -194,15 +200,18 @@ class Replica:
             steps = self.batch.steps_within(self.memory.total - self.memory.used, steps)
         return self._pace.step(now_s, self.batch, steps, chunks, context)
 
-    def _most_of_one(self) -> int:
-        """The most prompt tokens of one sequence in a step."""
-        has_others = len(self.sessions) > 1
-        return self.info.chunk_tokens if has_others and self.info.chunk_tokens else self._limits.batched_tokens
+    def _budget(self) -> tuple[int, int]:
+        """The most prompt tokens of the next step, and of one sequence in it."""
+        waiting = sum(not work.loads for work in itertools.islice(self.waiting, 2))
+        begun = self.prefilling[0].computed if self.prefilling else 0
+        budget = self._pace.prompt_budget(self.batch, self._coming.values(), begun)
+        return budget, share_of_one(budget, len(self.prefilling) + waiting, len(self.batch))
 
     def _chunks(self) -> tuple[list[tuple[Work, int]], int]:
         """The prompt tokens of the next step, oldest sequences first, and the sum of the tokens before each."""
-        budget, most = self._limits.batched_tokens - len(self.batch), self._most_of_one()
-        chunks, context = [], 0
+        budget, most = self._budget()
+        chunks: list[tuple[Work, int]] = []
+        context = 0
         for work in self.prefilling:
             tokens = min(budget, most, work.target - work.computed)
             if tokens <= 0:

@@ -152,10 +152,11 @@ class Simulation:
         session_id, epoch, prompt = placement.session_id, placement.epoch, request.prompt_tokens
         owner = self.nodes[placement.owner.replica_id]
         reserved = placement.reservation(placement.owner.replica_id, prompt)
+        whole = request.hashes + request.answered
+        answer = Work(session_id, epoch, prompt, request.output_tokens, whole, reserved, tpot_s=placement.tpot_s)
         if placement.decode is None or placement.prefill is None:
-            answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, reserved)
             return _Session(request, ingress, placement, owner, answer)
-        answer = Work(session_id, epoch, prompt, request.output_tokens, request.hashes, reserved, loads=True)
+        answer.loads = True
         reserved = placement.reservation(placement.prefill.replica_id, prompt)
         prefill = Work(session_id, epoch, prompt, 1, request.hashes, reserved, keeps=True)
         helper = self.nodes[placement.prefill.replica_id]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deployments.messages import Finished, StepSample
+from deployments.policy.step_size import allowed_step_s, prompt_budget
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.span import Span
@@ -24,13 +27,14 @@ class Limits:
     """The most prompt tokens and sequences of a step.
 
     `span_steps`: the most decode steps taken at once; 1 simulates step by step. `noise_sigma`: of lognormal noise on
-    the time of a step.
+    the time of a step. `longest_step_s`: as in the configuration.
     """
 
     batched_tokens: int = 8192
     sequences: int = 256
     span_steps: int = 1 << 30
     noise_sigma: float = 0.05
+    longest_step_s: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,19 @@ class Pace:
 
     def __init__(self, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float) -> None:
         self._coefficients, self._limits, self._rng, self._speed = coefficients, limits, rng, speed
+
+    def prompt_budget(self, batch: DecodeBatch, coming: Iterable[Work], begun_tokens: int) -> int:
+        """The most prompt tokens of the next step, beside this batch and what joins it soon.
+
+        See `step_size.prompt_budget`.
+        """
+        limits = self._limits
+        soon = (allowed_step_s(work.tpot_s, limits.longest_step_s) for work in coming)
+        allowed_s = min(soon, default=math.inf)
+        allowed_s = min(allowed_s, batch.allowed_step_s(limits.longest_step_s))
+        return prompt_budget(
+            self._coefficients, limits.batched_tokens, len(batch), batch.context, begun_tokens, allowed_s
+        )
 
     def step(self, now_s: float, batch: DecodeBatch, steps: int, chunks: list[tuple[Work, int]], context: int) -> Step:
         """A step that begins now. `context`: the sum, over the tokens of the chunks, of the tokens before each."""

@@ -71,11 +71,60 @@ def conversations(
         for _ in range(turns):
             prompt += Lengths(200, 1.0, most=4096).draw(rng)
             answer = ANSWERS.draw(rng)
-            requests.append(TraceRequest(at_s, prompt, answer, _hashes(talk, prompt, system_tokens), f"client-{talk}"))
+            requests.append(_turn(at_s, talk, prompt, answer, system_tokens))
             prompt += answer
             at_s += rng.expovariate(1.0 / pause_s)
     ordered = sorted(requests, key=lambda request: request.at_s)[:count]
     return Trace("conversations", BLOCK_TOKENS, tuple(ordered))
+
+
+def agents(requests_per_s: float, count: int, seed: int, turns: int = 12, pause_s: float = 3.0) -> Trace:
+    """Agents that call tools: prompts of 33,000 tokens in the mean, of which nine tenths were there before.
+
+    Each prompt is the one before, its answer of some 450 tokens and a tool's output. All begin with the same 4,096
+    tokens.
+    """
+    rng = random.Random(seed)
+    begun_s, requests = 0.0, []
+    for task in range(count):
+        begun_s += rng.expovariate(requests_per_s / turns)
+        at_s, prompt = begun_s, 4096 + Lengths(10_000, 0.5, most=40_000).draw(rng)
+        for _ in range(turns):
+            answer = Lengths(400, 0.5, least=16, most=2048).draw(rng)
+            requests.append(_turn(at_s, task, prompt, answer, 4096))
+            prompt += answer + Lengths(2400, 0.6, least=64, most=16_384).draw(rng)
+            at_s += rng.expovariate(1.0 / pause_s)
+    ordered = sorted(requests, key=lambda request: request.at_s)[:count]
+    return Trace("agents", BLOCK_TOKENS, tuple(ordered))
+
+
+def shared(requests_per_s: float, count: int, seed: int, documents: int = 200) -> Trace:
+    """Short answers to questions about long documents: of 1 to 20 tokens. Three quarters of a prompt are a document.
+
+    Documents are asked for by Zipf's law.
+    """
+    rng = random.Random(seed)
+    lengths = [Lengths(9000, 0.5, least=1024, most=48_000).draw(rng) for _ in range(documents)]
+    weights = [1.0 / (rank + 1) for rank in range(documents)]
+    at_s, requests = 0.0, []
+    for index in range(count):
+        at_s += rng.expovariate(requests_per_s)
+        document = rng.choices(range(documents), weights)[0]
+        blocks = lengths[document] // BLOCK_TOKENS
+        prompt = lengths[document] * 4 // 3
+        own = ((documents + index + 1) << 16) + blocks
+        hashes = (
+            *(((document + 1) << 16) + block for block in range(blocks)),
+            *range(own, own + prompt // BLOCK_TOKENS - blocks),
+        )
+        requests.append(TraceRequest(at_s, prompt, rng.randint(1, 20), hashes))
+    return Trace("shared", BLOCK_TOKENS, tuple(requests))
+
+
+def _turn(at_s: float, talk: int, prompt: int, answer: int, system_tokens: int) -> TraceRequest:
+    """One turn, whose prompt and answer the next turn repeats."""
+    whole, blocks = _hashes(talk, prompt + answer, system_tokens), prompt // BLOCK_TOKENS
+    return TraceRequest(at_s, prompt, answer, whole[:blocks], f"client-{talk}", whole[blocks:])
 
 
 def _hashes(talk: int, prompt_tokens: int, system_tokens: int) -> tuple[int, ...]:

@@ -34,13 +34,18 @@ class TraceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """`at_s`: arrival. `hashes`: of the prompt's full blocks, each over all up to its end. `client`: the sender."""
+    """`at_s`: arrival. `hashes`: of the prompt's full blocks, each over all up to its end. `client`: the sender.
+
+    `answered`: the hashes of the full blocks behind those, which hold the end of the prompt and the answer; empty where
+    the trace does not say what the next turn repeats.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     hashes: tuple[int, ...] = ()
     client: str = ""
+    answered: tuple[int, ...] = ()
 
     @property
     def max_tokens(self) -> int:
@@ -73,8 +78,11 @@ class Trace:
             copy, position = divmod(index, len(self.requests))
             request = self.requests[position]
             at_s = copy * len(self.requests) / requests_per_s + (request.at_s - first_s) * factor
-            hashes = tuple(block + (copy << HASH_BITS) for block in request.hashes) if copy else request.hashes
-            taken.append(replace(request, at_s=at_s, hashes=hashes))
+            hashes, answered = (
+                tuple(block + (copy << HASH_BITS) for block in blocks) if copy else blocks
+                for blocks in (request.hashes, request.answered)
+            )
+            taken.append(replace(request, at_s=at_s, hashes=hashes, answered=answered))
         return replace(self, requests=tuple(taken))
 
     def fitting(self, max_model_len: int) -> Trace:

@@ -15,7 +15,8 @@ class Work:
     comes from another replica. `keeps`: its blocks stay after its last token, until `Replica.release`. `generated`:
     tokens so far, including those of the other replica. `computed`: while it prefills, the tokens of `target` whose KV
     is there. `target` grows when a preempted sequence computes its answer again. `held`: the leading hashed blocks that
-    it holds by their hashes. `is_sharing`: whether the next full blocks may also be found by their hashes.
+    it holds by their hashes. `is_sharing`: whether the next full blocks may also be found by their hashes. `tpot_s`:
+    the objective of its class; 0: none.
     """
 
     session_id: str
@@ -33,6 +34,7 @@ class Work:
     held: int = 0
     is_sharing: bool = True
     is_offered: bool = False
+    tpot_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.target = self.prompt_tokens

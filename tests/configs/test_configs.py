@@ -196,7 +196,7 @@ CLASSES = {"chat": {"ttft_s": 2, "tpot_s": 0.1}, "batch": {"rank": 1, "weight": 
 def test_a_class_needs_a_decode_pool_that_serves_it() -> None:
     whole = changed("placement", {"classes": CLASSES, "default_class": "chat"})
     whole["decode"]["main"]["classes"] = ["chat"]
-    with pytest.raises(ValidationError, match="no decode pool serves class 'batch'"):
+    with pytest.raises(ValidationError, match="no decode or mixed pool serves class 'batch'"):
         BatonConfig.model_validate(whole)
     whole["decode"]["slow"] = {"engine": {"kind": "vllm"}, "min_prompt_tokens": 256}
     assert BatonConfig.model_validate(whole).placement.classes["batch"].max_queued == 100

@@ -138,14 +138,14 @@ class WorkerExtension:
         """The control address of this worker's channel."""
         return _connector().worker_side.channel.address
 
-    def baton_meet(self, role: str, peers: list[list[str]]) -> None:
+    def baton_meet(self, receives: bool, peers: list[list[str]]) -> None:
         """The replicas that this one exchanges KV with, each its workers' endpoints by rank.
 
-        Prefill writes only; decode is written to, and writes what it moves to another decode replica.
+        `receives`: they write to this one, too. A strict prefill replica only writes.
         """
         side = _connector().worker_side
         side.keep(peers)
-        if role == "decode":
+        if receives:
             side.channel.meet(peers)
 
     def baton_counters(self) -> dict[str, float]:

@@ -44,7 +44,7 @@ class AnsweredRequests:
     """The scheduler's side. Make it while vLLM's scheduler makes its connector: it finds the scheduler on the stack."""
 
     def __init__(self) -> None:
-        self._scheduler = _scheduler_on_the_stack()
+        self._scheduler = scheduler_on_the_stack()
         self._unread: weakref.WeakSet[Request] = weakref.WeakSet()
 
     def begin(self, request: Request) -> None:
@@ -78,7 +78,7 @@ class AnsweredRequests:
         return False
 
 
-def _scheduler_on_the_stack() -> Any:
+def scheduler_on_the_stack() -> Any:
     """The scheduler that is being made further up the stack. vLLM hands a connector no reference to it."""
     frame = sys._getframe(1)
     while frame is not None:

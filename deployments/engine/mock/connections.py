@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deployments.messages import Role
 from transfer.channel.channel import Channel
 from transfer.control.messages import Seal
 from transfer.control.token_sender import TokenSender
@@ -16,24 +15,26 @@ from transfer.memory.plane import Plane
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """The connections are open from construction until `close`."""
+    """The connections are open from construction until `close`. `receives`: other engines write KV to this one."""
 
-    role: Role
+    receives: bool
     channel: Channel
     tokens: TokenSender
 
     @classmethod
-    def open(cls, role: Role, plane: Plane, layout: KVLayout, secret: str, host: str, timeout_s: float) -> Connections:
+    def open(
+        cls, receives: bool, plane: Plane, layout: KVLayout, secret: str, host: str, timeout_s: float
+    ) -> Connections:
         """Open both. `timeout_s`: the time from an offer of blocks until their KV must be there."""
         seal = Seal(secret)
-        return cls(role, Channel(plane, layout, seal, host, timeout_s), TokenSender(seal))
+        return cls(receives, Channel(plane, layout, seal, host, timeout_s), TokenSender(seal))
 
     def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
         """Only these replicas exchange KV with this one. Each is the endpoints of its workers by rank."""
         listed = [list(workers) for workers in peers]
         self.channel.keep(listed)
         self.tokens.keep([workers[0] for workers in peers])
-        if self.role is Role.DECODE:
+        if self.receives:
             self.channel.meet(listed)
 
     async def close(self) -> None:

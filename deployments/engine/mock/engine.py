@@ -23,12 +23,11 @@ from configs.schema import MockEngineConfig
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.mock.connections import Connections
 from deployments.engine.mock.memory import KV_BYTES, MockMemory
-from deployments.engine.mock.scheduler import MockScheduler, Plan
+from deployments.engine.mock.scheduler import MockScheduler, Plan, steps_of
 from deployments.engine.mock.sequence import Sequence
 from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
-from deployments.messages import CacheChange, Role, StepSample
-from deployments.policy.prompt_share import prompt_share
+from deployments.messages import CacheChange, StepSample
 from transfer.control.messages import FirstToken
 from transfer.memory.blocks import blocks_for
 from transfer.memory.in_process_plane import InProcessPlane
@@ -43,30 +42,31 @@ class MockEngine:
     """A stand-in for an engine: it has an engine's pace, but is no language model.
 
     `handoff_timeout_s`: the time from an offer of blocks until their KV must be there. `plane`: carries the KV. The
-    default plane reaches engines of the same process only.
+    default plane reaches engines of the same process only. `longest_step_s`: as in the configuration. `receives`: other
+    engines write KV to this one.
     """
 
     def __init__(
         self,
         config: MockEngineConfig,
         *,
-        role: Role,
         replica_id: str,
         fingerprint: str,
         secret: str,
         host: str,
         handoff_timeout_s: float,
         max_model_len: int,
+        longest_step_s: float = 0.25,
+        receives: bool = True,
         plane: Plane | None = None,
     ) -> None:
-        self._config, self._role, self._max_model_len = config, role, max_model_len
+        self._config, self._max_model_len = config, max_model_len
         self._fingerprint = fingerprint
-        chunk_tokens = prompt_share(role, config.max_num_batched_tokens, config.max_num_seqs)
-        self._scheduler = MockScheduler(config, chunk_tokens)
+        self._scheduler = MockScheduler(config, longest_step_s)
         self._memory = MockMemory(config.num_layers, config.num_blocks, config.block_size, config.seed)
         plane = plane or InProcessPlane(f"{replica_id}-{uuid.uuid4().hex[:8]}")
         layout = self._memory.layout({"fingerprint": fingerprint})
-        self._connect = functools.partial(Connections.open, role, plane, layout, secret, host, handoff_timeout_s)
+        self._connect = functools.partial(Connections.open, receives, plane, layout, secret, host, handoff_timeout_s)
         self._connections: Connections  # from `start` on
         self._inbox: deque[Sequence | str] = deque()
         self._wake = asyncio.Event()
@@ -92,9 +92,9 @@ class MockEngine:
             max_sessions=config.max_num_seqs,
             max_model_len=self._max_model_len,
             endpoints=(self._connections.channel.address,),
-            chunk_tokens=self._scheduler.prompt_tokens,
+            chunk_tokens=config.max_num_batched_tokens,
             kv_bytes_per_token=config.num_layers * KV_BYTES,
-            prior=(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0),
+            prior=tuple(steps_of(config)),
         )
 
     async def add(self, frames: tuple[bytes, ...]) -> None:

@@ -7,12 +7,15 @@ or writes them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from configs.schema import MockEngineConfig
 from deployments.engine.mock.sequence import Sequence
 from deployments.messages import StepSample
+from deployments.policy.step_size import allowed_step_s, prompt_budget, share_of_one
+from deployments.step_cost import Coefficients
 from transfer.memory.blocks import blocks_for
 
 
@@ -45,14 +48,16 @@ class Plan:
         )
 
 
+def steps_of(config: MockEngineConfig) -> Coefficients:
+    """What the steps of a mock engine take."""
+    return Coefficients(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0)
+
+
 class MockScheduler:
-    """Owns every sequence and every block of one mock engine.
+    """Owns every sequence and every block of one mock engine. `longest_step_s`: as in the configuration."""
 
-    `prompt_tokens`: the maximum prompt tokens of one request in a step while there are other requests.
-    """
-
-    def __init__(self, config: MockEngineConfig, prompt_tokens: int) -> None:
-        self._config, self.prompt_tokens = config, prompt_tokens
+    def __init__(self, config: MockEngineConfig, longest_step_s: float) -> None:
+        self._config, self._longest_step_s = config, longest_step_s
         self._free = deque(range(config.num_blocks))
         self._sequences: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
@@ -121,11 +126,10 @@ class MockScheduler:
         self._give_back(self.sending.pop(request_id))
 
     def plan(self) -> Plan:
-        """Decide the next step: running requests first, then new ones as long as tokens, seats and blocks last."""
+        """Decide the next step: answers first, then prompts, then new requests while tokens, seats and blocks last."""
         plan = Plan()
-        budget = self._config.max_num_batched_tokens
-        has_others = len(self.running) + len(self.waiting) + len(self.loading) > 1
-        most = self.prompt_tokens if has_others else budget
+        self.running.sort(key=lambda sequence: sequence.computed < sequence.prompt_tokens)
+        budget, most = self._budget()
         for sequence in list(self.running):
             if budget and sequence not in plan.preempted:
                 count = min(budget, most, len(sequence.tokens) - sequence.computed)
@@ -135,6 +139,18 @@ class MockScheduler:
         if not plan.preempted:
             self._admit(plan, budget, most)
         return plan
+
+    def _budget(self) -> tuple[int, int]:
+        """The most tokens of the next step, and of one prompt in it."""
+        answers = [each for each in self.running if each.computed >= each.prompt_tokens]
+        prompts = [each for each in (*self.running, *self.waiting) if each.computed < each.prompt_tokens]
+        prompts = [each for each in prompts if not each.must_load]
+        allowed = (allowed_step_s(each.request.tpot_s, self._longest_step_s) for each in answers)
+        context, begun = sum(each.computed for each in answers), prompts[0].computed if prompts else 0
+        steps, whole = steps_of(self._config), self._config.max_num_batched_tokens
+        budget = prompt_budget(steps, whole, len(answers), context, begun, min(allowed, default=math.inf))
+        # A sequence whose KV has just come takes a token, too.
+        return min(budget + len(answers) + len(self.waiting), whole), share_of_one(budget, len(prompts), len(answers))
 
     def _admit(self, plan: Plan, budget: int, most: int) -> None:
         while self.waiting:

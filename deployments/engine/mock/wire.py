@@ -47,6 +47,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 class ExtraArgs(msgspec.Struct, frozen=True):
     kv_transfer_params: KVTransferParams | None = None
     baton_answered: list[int] = []
+    baton_tpot_s: float = 0.0
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -80,6 +81,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         """The answer's tokens that another engine sampled, as `transfer/vllm/continued_answer.py` reads them."""
         extra = self.sampling_params.extra_args
         return extra.baton_answered if extra else []
+
+    @property
+    def tpot_s(self) -> float:
+        """The TPOT objective of its class in seconds; 0: none."""
+        extra = self.sampling_params.extra_args
+        return extra.baton_tpot_s if extra else 0.0
 
 
 class OutputStruct(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

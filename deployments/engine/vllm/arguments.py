@@ -18,8 +18,9 @@ from vllm.version import __version__ as vllm_version
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
+from deployments.engine.vllm.description import prior_of
+from deployments.fleet.columns import UNKNOWN
 from deployments.messages import Role
-from deployments.policy.prompt_share import prompt_share
 
 # One worker needs no process of its own. That saves a process, an import and the spinning on a shared-memory queue
 # between the two. It is named by its path, because vLLM replaces the short name "uni" by "mp" on CPU (for OpenMP's
@@ -32,7 +33,8 @@ class EngineArguments:
     """The configuration of one replica's engine.
 
     `model_path`: a checkpoint directory or a Hugging Face name. `secret`: the deployment's, which seals control
-    messages. `host`: the address at which peers reach the channel.
+    messages. `host`: the address at which peers reach the channel. `device`: whose data sheet gives the first guess of
+    its speed; None: the one that vLLM says it runs on. `strict`, `longest_step_s`: as in the configuration.
     """
 
     config: VllmEngineConfig
@@ -43,10 +45,15 @@ class EngineArguments:
     replica_id: str
     secret: str
     host: str
+    device: str | None = None
+    strict: bool = False
+    longest_step_s: float = 0.25
 
     @property
-    def kv_role(self) -> Literal["kv_producer", "kv_consumer"]:
-        """vLLM's name for the role."""
+    def kv_role(self) -> Literal["kv_producer", "kv_consumer", "kv_both"]:
+        """vLLM's name for the role. A replica that receives KV must say so: vLLM then frees blocks later."""
+        if not self.strict:
+            return "kv_both"
         return "kv_producer" if self.role is Role.PREFILL else "kv_consumer"
 
     def vllm_config(self, transfer: KVTransferConfig, worker_extension: str, events: KVEvents) -> VllmConfig:
@@ -80,11 +87,12 @@ class EngineArguments:
             **config.engine_args,
         )
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if "long_prefill_token_threshold" not in config.engine_args:
-            scheduler = vllm_config.scheduler_config
-            scheduler.long_prefill_token_threshold = prompt_share(
-                self.role, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-            )
+        if vllm_config.kv_transfer_config is not None:
+            prior = prior_of(vllm_config, self.device) or tuple(UNKNOWN)
+            vllm_config.kv_transfer_config.kv_connector_extra_config |= {
+                "prior": prior,
+                "longest_step_s": self.longest_step_s,
+            }
         return vllm_config
 
     def _optional(self) -> dict[str, Any]:
@@ -101,8 +109,8 @@ class EngineArguments:
     def baton_transfer(self) -> KVTransferConfig:
         """The configuration of Baton's own KV connector."""
         return KVTransferConfig(
-            kv_connector="BatonConnector",
-            kv_connector_module_path="transfer.vllm.connector",
+            kv_connector="PacedConnector",
+            kv_connector_module_path="deployments.engine.vllm.connector",
             kv_role=self.kv_role,
             kv_load_failure_policy="fail",
             kv_connector_extra_config={

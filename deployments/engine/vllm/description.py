@@ -22,7 +22,7 @@ def describe(config: VllmConfig, fingerprint: str, endpoints: tuple[str, ...], d
         endpoints=endpoints,
         chunk_tokens=_chunk_tokens(config.scheduler_config),
         kv_bytes_per_token=_kv_bytes_per_token(config),
-        prior=_prior(config, device),
+        prior=prior_of(config, device),
     )
 
 
@@ -39,7 +39,7 @@ def _kv_bytes_per_token(config: VllmConfig) -> int:
     return int(2 * layers * heads * model.get_head_size() * value_bytes)
 
 
-def _prior(config: VllmConfig, device: str | None) -> tuple[float, ...]:
+def prior_of(config: VllmConfig, device: str | None) -> tuple[float, ...]:
     """The five numbers of `step_cost.Coefficients` by the hardware's data sheet; empty for a model of another shape."""
     model, text = config.model_config, config.model_config.hf_text_config
     if not hasattr(text, "intermediate_size"):

@@ -31,7 +31,7 @@ RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a c
 class VllmEngine:
     """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name.
 
-    `device`: whose data sheet gives the first guess of its speed; None: the one that vLLM says it runs on.
+    `device`, `strict`, `longest_step_s`: see `EngineArguments`.
     """
 
     _worker_extension = "transfer.vllm.connector.WorkerExtension"
@@ -48,9 +48,12 @@ class VllmEngine:
         secret: str,
         host: str,
         device: str | None = None,
+        strict: bool = False,
+        longest_step_s: float = 0.25,
     ) -> None:
-        self._arguments = EngineArguments(config, model, channel, model_path, role, replica_id, secret, host)
-        self._device = device
+        self._arguments = EngineArguments(
+            config, model, channel, model_path, role, replica_id, secret, host, device, strict, longest_step_s
+        )
         self._client: AsyncMPClient | None = None
         self._total_blocks = 0
         self._decoder = MsgpackDecoder(EngineCoreRequest)
@@ -68,7 +71,7 @@ class VllmEngine:
                 raise EngineError(f"the engine did not start: {str(error) or repr(error)}") from error
         self._events.drain()  # this subscribes: the engine's publisher is up
         endpoints = tuple(await self._endpoints())
-        info = describe(client.vllm_config, self._arguments.fingerprint(), endpoints, self._device)
+        info = describe(client.vllm_config, self._arguments.fingerprint(), endpoints, self._arguments.device)
         self._total_blocks = info.total_blocks
         return info
 
@@ -117,7 +120,8 @@ class VllmEngine:
         return [bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(outputs=payloads))]
 
     async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
-        await self._rpc("baton_meet", str(self._arguments.role), [list(workers) for workers in peers])
+        receives = self._arguments.kv_role != "kv_producer"
+        await self._rpc("baton_meet", receives, [list(workers) for workers in peers])
 
     async def counters(self) -> dict[str, float]:
         totals: dict[str, float] = dict(self._counts.totals)

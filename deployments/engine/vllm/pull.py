@@ -57,7 +57,7 @@ class PullEngine(VllmEngine):
 
     async def abort(self, request_ids: list[str]) -> None:
         await super().abort(request_ids)
-        if self._arguments.role is Role.PREFILL:
+        if self._arguments.role is not Role.DECODE:
             await self._release(request_ids)
 
     async def _release(self, request_ids: list[str]) -> None:

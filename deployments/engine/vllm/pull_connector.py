@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from deployments.engine.vllm.connector import pace_of, sample_of
 from transfer.vllm.continued_answer import AnsweredRequests, count_answered
 from transfer.vllm.lifeline import die_with_parent
 from transfer.vllm.step_clock import StepClock
@@ -56,7 +57,7 @@ class NixlConnector(NixlPullConnector):
             base_worker.nixl_agent_config = functools.partial(base_worker.nixl_agent_config, enable_prog_thread=False)
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._clock, self._answered = StepClock(), AnsweredRequests()
+            self._clock, self._answered, self._pace = StepClock(), AnsweredRequests(), pace_of(extra)
         else:
             count_answered(vllm_config)
         # On CPU vLLM has just pinned this thread, which computes the model, to the node's last core: undo that.
@@ -64,6 +65,7 @@ class NixlConnector(NixlPullConnector):
 
     def on_new_request(self, request: Request) -> None:
         self._answered.begin(request)
+        self._pace.begin()
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -74,8 +76,12 @@ class NixlConnector(NixlPullConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._clock.begin(scheduler_output, time.monotonic())
+        self._pace.plan(scheduler_output.num_scheduled_tokens)
         return super().build_connector_meta(scheduler_output)
 
     def get_kv_connector_stats(self) -> Any:
         """The step that just ended. The counts of vLLM's connector are left out: vLLM cannot add the two."""
-        return self._clock.end(time.monotonic()) if self._role is KVConnectorRole.SCHEDULER else None
+        if self._role is not KVConnectorRole.SCHEDULER or (report := self._clock.end(time.monotonic())) is None:
+            return None
+        self._pace.learn(sample_of(report))
+        return report

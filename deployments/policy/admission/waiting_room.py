@@ -1,10 +1,10 @@
 """The waiting room: a bounded queue of requests that no replica can take yet. Pure.
 
-Classes of a lower rank are served first. Among classes of one rank, the request with the earliest target for its first
-token is served first, while the target can be met. Requests whose target has passed, and classes without a target,
-follow in turns by weight. After three requests served by this order, one is due by share: the first of the class that
-is furthest behind its weight's share of all turns. It is tried before all others until it is served, so no class
-starves. Within a class the clients share fairly (`fair_queue`).
+Classes of a lower rank are served first. Among classes of one rank, the request that must be placed earliest for its
+first token to meet its objective is served first, while that can be. Requests that are too late, and classes without an
+objective, follow in turns by weight. After three requests served by this order, one is due by share: the first of the
+class that is furthest behind its weight's share of all turns. It is tried before all others until it is served, so no
+class starves. Within a class the clients share fairly (`fair_queue`).
 
 Sessions that are placed again, some in the middle of their answers, are tried before all of these, and the room is
 never full for them: they were admitted once.
@@ -102,12 +102,15 @@ class WaitingRoom:
     def __contains__(self, session_id: object) -> bool:
         return session_id in self._waiters
 
-    def enter(self, request: SessionRequest, now_s: float, output_tokens: float | None = None) -> Entered | Reject:
+    def enter(
+        self, request: SessionRequest, now_s: float, output_tokens: float | None = None, takes_s: float = 0.0
+    ) -> Entered | Reject:
         """Let a request wait, or refuse it and say when to ask again.
 
         In a full room a request displaces the newest request of the highest rank, if that rank is higher than its own.
-        `output_tokens`: the expected length of the answer; by default its maximum. Raises ValueError when the session
-        is in the room already, UnknownClass when its class does not exist.
+        `output_tokens`: the expected length of the answer; by default its maximum. `takes_s`: the predicted seconds
+        from its placement until its first token; its target is so much earlier. Raises ValueError when the session is
+        in the room already, UnknownClass when its class does not exist.
         """
         if request.session_id in self._waiters:
             raise ValueError(f"session {request.session_id} is waiting already")
@@ -115,7 +118,7 @@ class WaitingRoom:
         displaced = self._make_room(queue, now_s) if request.attempt == 1 else None
         if isinstance(displaced, Reject):
             return displaced
-        self._seat(request, queue, now_s, request.max_tokens if output_tokens is None else output_tokens)
+        self._seat(request, queue, now_s, request.max_tokens if output_tokens is None else output_tokens, takes_s)
         return Entered(displaced)
 
     def remove(self, session_id: str) -> bool:
@@ -142,7 +145,7 @@ class WaitingRoom:
             if not isinstance(decision, Queue):
                 self._call(waiter, served=isinstance(decision, Admit))
                 return Called(waiter.request, decision)
-            if claimants < CLAIMANTS and _is_patient(waiter, now_s):
+            if claimants < CLAIMANTS and not decision.for_turn and _is_patient(waiter, now_s):
                 claimants += 1
                 replica_id = claim(waiter.request, view)
                 view = view if replica_id is None else view.without_room_on((replica_id,))
@@ -207,11 +210,11 @@ class WaitingRoom:
             return self._full(f"{len(self._waiters)} requests are waiting already", now_s)
         return self._displace(least, queue.priority, now_s)
 
-    def _seat(self, request: SessionRequest, queue: _Class, now_s: float, output_tokens: float) -> None:
+    def _seat(self, request: SessionRequest, queue: _Class, now_s: float, output_tokens: float, takes_s: float) -> None:
         if not queue.line:
             queue.turns = max(queue.turns, self._turns)
         self._arrived += 1
-        target_s = self._target_s(queue.priority, now_s)
+        target_s = self._target_s(queue.priority, now_s) - takes_s
         tokens = request.prompt_tokens + output_tokens
         waiter = Waiter(request, queue.priority, self._arrived, now_s, target_s, tokens)
         self._waiters[request.session_id] = waiter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,9 @@ from itertools import repeat
 import numpy as np
 
 from deployments.fleet.columns import Codes, Columns, Kind, Numbers
+from deployments.fleet.prompt_flow import WINDOW_S
 from deployments.messages import SessionRequest
+from deployments.policy.step_size import LEAST_SHARE, STEADY
 from deployments.step_cost import Coefficients
 
 NO_ROWS: Codes = np.zeros(0, np.int64)
@@ -20,6 +23,12 @@ TOKENS_BELOW = 1 << 32
 
 MANY = 16
 """With more hits than this, equal ones are computed once."""
+
+MOST_LOAD = 0.95
+"""The highest load by prompts that is computed with, so that what is divided by the rest stays finite."""
+
+TINY_S = 1e-9
+"""Stands for 0 where something is divided by it."""
 
 Number = Callable[[Coefficients, Kind, int], float]
 """A number of a kind of replicas, by how many of the prompt's tokens are cached."""
@@ -60,15 +69,23 @@ class Knowledge:
 
 
 class Outlook:
-    """One request on every replica of a role. All columns have a row per replica; units are tokens and seconds.
+    """One request on every replica. All columns have a row per replica; units are tokens and seconds.
 
     A number that depends only on the kind of replica is computed once per kind. `hit_rows`: the replicas that have some
     of the prompt in their caches. `hit_tokens`: how much each of them has. With a system prompt that all conversations
-    share, that is nearly every replica.
+    share, that is nearly every replica. `longest_step_s`: the longest step beside answers without a TPOT objective.
     """
 
-    def __init__(self, request: SessionRequest, columns: Columns, knowledge: Knowledge, now_s: float) -> None:
+    def __init__(
+        self,
+        request: SessionRequest,
+        columns: Columns,
+        knowledge: Knowledge,
+        now_s: float,
+        longest_step_s: float = math.inf,
+    ) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
+        self._longest_step_s = longest_step_s
         self.hit_rows, self.hit_tokens = self._find_hits(knowledge.hits) if knowledge.hits else (NO_ROWS, NO_TOKENS)
 
     def _find_hits(self, hits: Mapping[str, int]) -> tuple[Codes, Numbers]:
@@ -98,39 +115,94 @@ class Outlook:
         return seconds
 
     @cached_property
-    def prefill_s(self) -> Numbers:
-        """Seconds to compute the part of the prompt that is not cached, on a replica that does nothing else."""
-        return self._column(self._prefill_s, self.hit_prefill_s)
-
-    @cached_property
-    def hit_prefill_s(self) -> Numbers:
-        """The same for `hit_rows` only."""
-        return self._of_hits(self._prefill_s)
-
-    @cached_property
     def beside_s(self) -> Numbers:
-        """Seconds that computing it adds to the steps of the sessions beside it, which have those steps in any case."""
-        return self._column(self._beside_s, self.hit_beside_s)
+        """Seconds that the part of the prompt that is not cached adds to the steps that compute it."""
+        return self._column(self._beside_s)
 
     @cached_property
-    def hit_beside_s(self) -> Numbers:
-        """The same for `hit_rows` only."""
-        return self._of_hits(self._beside_s)
+    def prefill_s(self) -> Numbers:
+        """Seconds to compute that part, in steps that also give the running answers their tokens."""
+        seconds: Numbers = self.beside_s / self.share(self.answers)
+        return seconds
 
-    def _prefill_s(self, steps: Coefficients, kind: Kind, cached_tokens: int) -> float:
-        return steps.prefill_s(self.request.prompt_tokens, cached_tokens, kind.chunk_tokens)
+    @cached_property
+    def answers(self) -> Numbers:
+        """The answers that are being written on each replica."""
+        columns = self.columns
+        answers: Numbers = np.maximum(columns["sessions"] - columns["pending"] - columns["prompts"], 0.0)
+        return answers
+
+    @cached_property
+    def allowed_step_s(self) -> Numbers:
+        """The longest step that the answers allow, running and pending, by their mean TPOT objective; else infinite."""
+        columns, bound = self.columns, self.columns["bound"]
+        by_objective = STEADY * columns["bound_tpot_s"] / np.maximum(bound, 1.0)
+        longest = np.where(self.answers + columns["pending"] > 0, self._longest_step_s, np.inf)
+        allowed: Numbers = np.where(bound > 0, np.minimum(by_objective, longest), longest)
+        return allowed
+
+    @cached_property
+    def prompts_per_s(self) -> Numbers:
+        """The prompts that are placed on each replica in a second, lately."""
+        rate: Numbers = self.columns["flow_prompts"] * self._flow_left
+        return rate
+
+    @cached_property
+    def prefill_load(self) -> Numbers:
+        """The share of its time that each replica computes prompts, lately."""
+        load: Numbers = np.minimum(self.columns["flow_s"] * self._flow_left, MOST_LOAD)
+        return load
+
+    @cached_property
+    def _flow_left(self) -> Numbers:
+        left: Numbers = np.exp((self.columns["flow_at_s"] - self.now_s) / WINDOW_S) / WINDOW_S
+        return left
+
+    def share(self, answers: Numbers, allowed_step_s: Numbers | None = None) -> Numbers:
+        """The share of each step that goes to prompts, beside so many answers.
+
+        A step is as long as its decoding and one chunk take, or as long as the running answers allow.
+        """
+        decoding_s = self._base_s + answers * self._answer_s
+        allowed_s = self.allowed_step_s if allowed_step_s is None else allowed_step_s
+        step_s = np.minimum(np.maximum(allowed_s, decoding_s / (1.0 - LEAST_SHARE)), decoding_s + self.chunk_s)
+        share: Numbers = 1.0 - decoding_s / np.maximum(step_s, TINY_S)
+        return np.maximum(share, TINY_S)
+
+    @cached_property
+    def _base_s(self) -> Numbers:
+        return self.columns.of_kinds(lambda steps, kind: steps.base_s)
+
+    @cached_property
+    def _answer_s(self) -> Numbers:
+        """Seconds that one of the running answers adds to a step."""
+        seconds: Numbers = (self.columns["step_s"] - self._base_s) / np.maximum(self.columns["sessions"], 1.0)
+        return seconds
+
+    @cached_property
+    def whole_step_s(self) -> Numbers:
+        """Seconds of the longest step that computes prompts alone: it cannot be interrupted."""
+        return self.columns.of_kinds(lambda steps, kind: steps.step_s(kind.chunk_tokens, 0, 0, 0))
+
+    @cached_property
+    def chunk_s(self) -> Numbers:
+        """Seconds that one chunk of the prompt adds to a step, where nothing limits it but the size of a step."""
+        seconds: Numbers = self.beside_s / self._column(self._chunks)
+        return seconds
 
     def _beside_s(self, steps: Coefficients, kind: Kind, cached_tokens: int) -> float:
         return steps.beside_s(self.request.prompt_tokens, cached_tokens)
 
-    def _column(self, number: Number, of_hits: Numbers) -> Numbers:
+    def _chunks(self, steps: Coefficients, kind: Kind, cached_tokens: int) -> float:
+        return -(-(self.request.prompt_tokens - cached_tokens) // kind.chunk_tokens)
+
+    def _column(self, number: Number) -> Numbers:
         column = self.columns.of_kinds(lambda steps, kind: number(steps, kind, 0))
-        column[self.hit_rows] = of_hits
+        if self.hit_rows.size:
+            column[self.hit_rows] = self._of_hits(number)
         return column
 
     def _of_hits(self, number: Number) -> Numbers:
-        if not self.hit_rows.size:
-            return NO_TOKENS
         unlike, places = self._unlike_hits
         found = (divmod(int(hit), TOKENS_BELOW) for hit in unlike)
         seconds = np.array([number(*self.columns.of_kind(kind), cached) for kind, cached in found])
@@ -147,16 +219,6 @@ class Outlook:
             return found.tolist(), None
         unlike, places = np.unique(found, return_inverse=True)
         return unlike.tolist(), places
-
-    @property
-    def uncached_prefill_s(self) -> float:
-        """The least time of a prefill on a replica that has nothing of the prompt."""
-        return self.columns.least_of_kinds(lambda steps, kind: self._prefill_s(steps, kind, 0))
-
-    @property
-    def uncached_beside_s(self) -> float:
-        """The least time that this prefill adds to the steps of other sessions."""
-        return self.columns.least_of_kinds(lambda steps, kind: self._beside_s(steps, kind, 0))
 
     @cached_property
     def step_s(self) -> Numbers:

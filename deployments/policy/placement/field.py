@@ -1,23 +1,32 @@
 """One request before the fleet: which replicas could take it, and what to expect of each. Pure.
 
-The filter is the same for all policies: a decode replica must have room for the prompt plus the longest answer, so that
-its engine never has to preempt.
+The filter is the same for all policies: the replica that writes an answer must have room for the prompt plus the
+longest answer, so that its engine never has to preempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from configs.schema import WeightsConfig
-from deployments.fleet.columns import Columns, Flags, Numbers
+from deployments.fleet.columns import Columns, Flags
 from deployments.fleet.view import View
-from deployments.messages import ReplicaInfo, Role, SessionRequest
+from deployments.messages import Mode, ReplicaInfo, Role, SessionRequest
 from deployments.policy.chance import Chance
 from deployments.policy.placement.estimates import Knowledge, Limits, Outlook
+from deployments.policy.step_size import allowed_step_s
 from transfer.memory.blocks import blocks_for
+
+TURN_SHARE = 0.5
+"""The longest prefill queue that a request joins, as a share of its TTFT objective.
+
+Engines serve prompts in the order of arrival. What waits here instead is ordered by class and objective.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +36,9 @@ class PlacementSettings:
     `split_min_prompt_tokens`: shorter prompts are prefilled by the decode replica itself. `split_always`: longer ones
     are split wherever that is possible; otherwise where it is expected to cost less. `prefill_queue_s`: the most
     predicted work with which a prefill replica still takes a prompt; None: no limit. `max_retry_after_s`: the longest
-    time that a client is told to stay away. `limits`: by pool; a pool without limits takes any request. `moves`: a
-    replica can hand over the KV cache of a session that it gives up.
+    time that a client is told to stay away. `limits`: by pool; a pool without limits takes any request. `moves`: any
+    replica can hand over KV, also that of a session that it gives up. `longest_step_s`: the longest step beside answers
+    without a TPOT objective. `slack`: the share of an objective that a predicted time may reach.
     """
 
     split_min_prompt_tokens: int = 1
@@ -40,13 +50,16 @@ class PlacementSettings:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     limits: Mapping[str, Limits] = field(default_factory=dict)
     moves: bool = True
+    longest_step_s: float = math.inf
+    slack: float = 1.0
 
 
 class Field:
-    """One request and the fleet; what it computes of a role is kept and used again.
+    """One request and the fleet: where it could go, and what to expect of each replica.
 
     `rng` decides between equals. `objectives`: TTFT and TPOT of the request's class in seconds; infinite where the
-    class has none. `decode_s`: what a policy has computed of each role, kept here for its next question.
+    class has none. `modes`: those in which the request may be served, best first. The flags have one entry per row of
+    `columns`.
     """
 
     def __init__(
@@ -60,45 +73,110 @@ class Field:
     ) -> None:
         self.request, self.view, self.settings, self.knowledge = request, view, settings, knowledge
         self.rng, self.objectives = rng, objectives
-        self._columns: dict[Role, Columns] = {}
-        self._outlooks: dict[Role, Outlook] = {}
-        self._owners: dict[Role, Flags] = {}
-        self.decode_s: dict[Role, Numbers] = {}
+        self.columns = view.columns
+        self.outlook = Outlook(request, self.columns, knowledge, view.now_s, settings.longest_step_s)
+        self.modes = _modes(request, settings)
 
-    def columns(self, role: Role) -> Columns:
-        """The replicas of a role."""
-        if role not in self._columns:
-            self._columns[role] = self.view.columns(role)
-        return self._columns[role]
+    @property
+    def answer_step_s(self) -> float:
+        """The longest step that this request's answer allows."""
+        return allowed_step_s(self.objectives[1], self.settings.longest_step_s)
 
-    def outlook(self, role: Role) -> Outlook:
-        """What is expected of the request on each replica of a role."""
-        if role not in self._outlooks:
-            self._outlooks[role] = Outlook(self.request, self.columns(role), self.knowledge, self.view.now_s)
-        return self._outlooks[role]
-
-    def owners(self, role: Role) -> Flags:
-        """The replicas of a role that can hold the whole answer now."""
-        if role not in self._owners:
-            self._owners[role] = self._find_owners(role)
-        return self._owners[role]
-
-    def _find_owners(self, role: Role) -> Flags:
-        columns, tokens = self.columns(role), most_tokens(self.request)
+    @cached_property
+    def owners(self) -> Flags:
+        """The replicas that can hold the whole answer now, and may write it."""
+        columns, tokens = self.columns, most_tokens(self.request)
         able: Flags = columns["room_blocks"] >= columns.blocks_for(tokens)
-        return able & columns.ready & self.can_hold(columns, tokens)
+        return able & columns.ready & self.may_own & self.can_hold(tokens)
 
+    @cached_property
+    def may_own(self) -> Flags:
+        """The replicas that write answers. With `split_always`, those of prefill pools do so as a last resort only."""
+        columns = self.columns
+        return columns.decodes & ~columns.is_of(Role.PREFILL) if self.settings.split_always else columns.decodes
+
+    @cached_property
     def helpers(self) -> Flags:
-        """The prefill replicas that could compute the prompt. They need no free blocks, because prefills queue."""
-        columns = self.columns(Role.PREFILL)
-        able = columns.ready & self.can_hold(columns, self.request.prompt_tokens + 1)
-        if self.settings.prefill_queue_s is None:
-            return able
-        return able & (self.outlook(Role.PREFILL).queue_s <= self.settings.prefill_queue_s)
+        """The replicas that could compute the prompt for another. They need no free blocks, because prefills queue."""
+        columns = self.columns
+        able = columns.ready & columns.prefills & self.can_hold(self.request.prompt_tokens + 1)
+        if not self.settings.moves:
+            able &= ~columns.is_of(Role.DECODE)  # vLLM's connector lets a decode replica hand nothing over
+        return able & self.has_turn
 
-    def can_hold(self, columns: Columns, tokens: int) -> Flags:
+    @cached_property
+    def has_turn(self) -> Flags:
+        """The replicas whose prompts leave time for one more."""
+        has_turn: Flags = self.outlook.queue_s <= self.longest_queue_s
+        return has_turn
+
+    @property
+    def longest_queue_s(self) -> float:
+        """The most predicted seconds of prompts behind which this one is placed."""
+        limit_s = self.settings.prefill_queue_s
+        return min(math.inf if limit_s is None else limit_s, TURN_SHARE * self.objectives[0])
+
+    @cached_property
+    def pair_owners(self) -> Flags:
+        """The owners that another replica could compute the prompt for."""
+        if Mode.DISAGGREGATED not in self.modes:
+            return np.zeros(len(self.owners), np.bool_)
+        return self.owners if self.settings.moves else self.owners & ~self.columns.is_of(Role.PREFILL)
+
+    @property
+    def alone(self) -> Flags:
+        """The replicas that could serve the request whole, and whose prompts leave time for it."""
+        return self.alone_with_room & self.has_turn
+
+    @cached_property
+    def alone_with_room(self) -> Flags:
+        """The replicas that could serve the request whole.
+
+        A strict decode replica does so for requests that cannot be split, a strict prefill replica for answers of one
+        token, which take no decode step.
+        """
+        columns, modes = self.columns, self.modes
+        fits = columns.ready & self.can_hold(most_tokens(self.request))
+        fits &= columns["room_blocks"] >= columns.blocks_for(most_tokens(self.request))
+        of_prefill = columns.is_of(Role.PREFILL)
+        able = np.zeros(len(fits), np.bool_)
+        if Mode.DECODE_LOCAL in modes:
+            able |= ~of_prefill & (columns.prefills | (Mode.DISAGGREGATED not in modes))
+        if Mode.PREFILL_LOCAL in modes:
+            able |= of_prefill & (columns.decodes | (modes[0] is Mode.PREFILL_LOCAL))
+        return fits & able
+
+    def by_role(self) -> Iterator[tuple[Flags, Flags | None]]:
+        """The ways that keep to the roles of the pools, best first: owners and helpers, or None for one replica.
+
+        A replica of a prefill pool decodes only where the request asks for it first, or where no other is up.
+        """
+        of_prefill, of_decode = self.columns.is_of(Role.PREFILL), self.columns.is_of(Role.DECODE)
+        for mode in self.modes:
+            if mode is Mode.DISAGGREGATED:
+                yield self.pair_owners & ~of_prefill, self.helpers & ~of_decode
+            elif mode is Mode.DECODE_LOCAL:
+                yield self.alone & ~of_prefill, None
+            elif mode is self.modes[0] or not (self.columns.ready & ~of_prefill).any():
+                yield self.alone & of_prefill, None
+
+    def can_hold(self, tokens: int) -> Flags:
         """The replicas that could hold so many tokens if they were empty, and whose pools take such a request."""
-        return _can_hold(self.request, columns, tokens, self.settings.limits)
+        return _can_hold(self.request, self.columns, tokens, self.settings.limits)
+
+
+def _modes(request: SessionRequest, settings: PlacementSettings) -> tuple[Mode, ...]:
+    if not request.allowed:
+        raise ValueError(f"session {request.session_id} allows no mode")
+    if is_short(request, settings):
+        return tuple(mode for mode in request.allowed if mode is not Mode.DISAGGREGATED)
+    return request.allowed
+
+
+def is_short(request: SessionRequest, settings: PlacementSettings) -> bool:
+    """Whether a prompt that could be split is too short for that, by the configuration."""
+    has_choice = {Mode.DISAGGREGATED, Mode.DECODE_LOCAL} <= set(request.allowed)
+    return has_choice and request.prompt_tokens < settings.split_min_prompt_tokens
 
 
 def most_tokens(request: SessionRequest) -> int:
@@ -117,13 +195,15 @@ def takes(request: SessionRequest, info: ReplicaInfo, limits: Mapping[str, Limit
 
 
 def claimed(request: SessionRequest, view: View, limits: Mapping[str, Limits] | None = None) -> str | None:
-    """The decode replica that a request claims when it has waited for long.
+    """The replica that a request claims, to decode there, when it has waited for long.
 
     None where none is ready that could hold it. Of the ready replicas that could hold the request if they were empty,
     it is the one with the most free blocks. `limits`: by pool.
     """
-    columns = view.columns(Role.DECODE)
-    able = np.flatnonzero(columns.ready & _can_hold(request, columns, most_tokens(request), limits or {}))
+    columns = view.columns
+    able = np.flatnonzero(
+        columns.ready & columns.decodes & _can_hold(request, columns, most_tokens(request), limits or {})
+    )
     if not able.size:
         return None
     return columns.info(int(able[columns["free_blocks"][able].argmax()])).replica_id

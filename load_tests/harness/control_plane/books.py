@@ -41,7 +41,7 @@ async def held_by_replicas(
         counters = await replica.counters()
         each = {key: numbers[key] for key in ("used_blocks", "running", "waiting", "sessions")}
         each |= {key: counters[key] for key in ("open_receiving", "open_writing")}
-        capacity = int(load["total_blocks"] * (1.0 if name.startswith("prefill") else overcommit))
+        capacity = int(load["total_blocks"] * overcommit)
         each |= {"reserved": capacity - load["free_blocks"], "engine": engines[name].used_blocks}
         found |= {f"{name} {key}": value for key, value in each.items() if value}
     return found

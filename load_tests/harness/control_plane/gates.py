@@ -41,11 +41,12 @@ class GatedEngine(MockEngine):
     """A mock engine that a test controls.
 
     It computes nothing while `go` is clear. It sets `stopped` when it has work and waits for `go`. `is_deaf`: it
-    answers no question, like an engine in an endless step. `slower_s`: seconds added to each step.
+    answers no question, like an engine in an endless step. `slower_s`: seconds added to each step. `role`: of its pool.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, role: Role, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._role = role
         self.go, self.stopped, self.is_deaf = asyncio.Event(), asyncio.Event(), False
         self.slower_s = 0.0
         self.on_point: Callable[[str], None] = lambda point: None

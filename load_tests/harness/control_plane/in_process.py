@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
-from configs.schema import BatonConfig
+from configs.schema import BatonConfig, role_of
 from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
@@ -83,7 +83,7 @@ class InProcess:
 
     def _build(self, replica_id: str) -> None:
         pool = replica_id.rpartition("-")[0]
-        role = Role.PREFILL if pool == "prefill" else Role.DECODE
+        role = Role(role_of(pool))
         plane = self.planes[replica_id] = GatedPlane(replica_id)
         engine = self.engines[replica_id] = GatedEngine(
             self._config.pools[pool].engine,

@@ -95,7 +95,7 @@ class Ingress:
         manager_timings: ManagerTimings,
     ) -> None:
         handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
-        timeout_s, block_size = config.placement.session_timeout_s, config.prefill.engine.block_size
+        timeout_s, block_size = config.placement.session_timeout_s, config.block_size
         self._answers = answers
         self._lines = {name: Line(pool) for name, pool in pools.items()}
         self._manager_line = ManagerLine(manager)

@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
-from configs.schema import BatonConfig
+from configs.schema import BatonConfig, role_of
 from deployments.engine.build import build_engine, environment
 from deployments.engine.protocol import EngineInfo, Identity
 from deployments.host.processes import descendants
@@ -119,7 +119,7 @@ def _environ(variables: Mapping[str, str]) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def solo(config: BatonConfig, pool: str, seed: int) -> AsyncIterator[Solo]:
     """Start the engine of one pool, and end it with all its processes. Raises EngineError."""
-    role = Role.PREFILL if pool == "prefill" else Role.DECODE
+    role = Role(role_of(pool))
     before, guard = descendants(os.getpid()), Guard()
     with contextlib.closing(guard), _environ(environment(config, pool)):
         engine = build_engine(config, Identity(ID, pool, role, "here", "127.0.0.1"), secret=ID)

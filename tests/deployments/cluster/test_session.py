@@ -96,15 +96,15 @@ EVENTS: dict[str, tuple[str, Event]] = {
     **{f"placed {mode}": ("placed", placed(mode)) for mode in Mode},
     **{
         f"{role} output {finish}": ("output", output(role, finish=finish))
-        for role in Role
+        for role in (P, D)
         for finish in (None, *Finish)
     },
     **{
         f"{role} reported {how}": ("reported", reported(role, how))
-        for role in Role
+        for role in (P, D)
         for how in ("finished", "expired", MOVED)
     },
-    **{f"{role} replica lost": ("replica_lost", gone(role)) for role in Role},
+    **{f"{role} replica lost": ("replica_lost", gone(role)) for role in (P, D)},
     "interrupted": ("interrupted", Session.interrupted),
     "followed": ("followed", Session.followed),
     "closed": ("closed", Session.closed),
@@ -375,7 +375,7 @@ def test_an_engine_that_gives_a_request_up_ends_no_answer(way: str, role: Role) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", [P, D])
 def test_a_call_that_ended_cleanly_changes_nothing(way: str, role: Role) -> None:
     session = after(way)
     before = copied(session)

@@ -243,7 +243,7 @@ def mock_engine(role: Role, config: MockEngineConfig = MOCK, **options: Any) -> 
         "handoff_timeout_s": 20.0,
         "max_model_len": 512,
     }
-    return MockEngine(config, role=role, **{**settings, **options})
+    return MockEngine(config, **{**settings, **options})
 
 
 async def start_plain(engine: MockEngine) -> Running:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ def info(name: str, pool: str = "small", block_size: int = 16, fingerprint: str 
 
 
 def columns_of(*infos: ReplicaInfo) -> Columns:
-    columns = Columns({}, capacity=1)
+    columns = Columns(capacity=1)
     for each in infos:
         columns.put(ReplicaView(each, 50, 2, 0, held_tokens=1000.0))
     return columns
@@ -57,6 +59,22 @@ def test_step_times_follow_what_is_learned_of_each_pool() -> None:
     assert columns.of_kind(1)[0] == UNKNOWN
     assert columns.of_kinds(lambda steps, kind: steps.base_s)[:2].tolist() == [1e-2, 0.0]
     assert columns.least_of_kinds(lambda steps, kind: steps.base_s) == 0.0
+
+
+def test_a_strict_replica_does_its_own_work_only() -> None:
+    kinds = [(role, strict) for role in Role for strict in (False, True) if not (strict and role is Role.MIXED)]
+    columns = columns_of(
+        *(replace(info(f"r{number}"), role=role, strict=strict) for number, (role, strict) in enumerate(kinds))
+    )
+    does = {kind: (columns.prefills[row], columns.decodes[row]) for row, kind in enumerate(kinds)}
+    assert does == {
+        (Role.PREFILL, False): (True, True),
+        (Role.PREFILL, True): (True, False),
+        (Role.DECODE, False): (True, True),
+        (Role.DECODE, True): (False, True),
+        (Role.MIXED, False): (True, True),
+    }
+    assert columns.is_of(Role.PREFILL)[: len(kinds)].tolist() == [role is Role.PREFILL for role, _ in kinds]
 
 
 def test_blocks_are_counted_by_each_replicas_block_size() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deployments.fleet.columns import ReplicaView
@@ -95,11 +95,13 @@ def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> N
 
 def test_a_prefill_replica_carries_the_prompt_until_the_prefill_is_done(fleet: Fleet) -> None:
     fleet.reserve(split("a", 30), 160, 0.0)
-    assert seen(fleet, "p0") == ReplicaView(P0, free_blocks=89, sessions=1, backlog_tokens=160)
+    assert seen(fleet, "p0") == ReplicaView(
+        P0, free_blocks=89, sessions=1, backlog_tokens=160, prompts=1, flow_prompts=1.0
+    )
     assert fleet.prefill_done("a", 1, 0.0)
     assert not fleet.prefill_done("a", 1, 0.0)
     assert not fleet.prefill_done("a", 2, 0.0)
-    assert seen(fleet, "p0") == ReplicaView(P0, free_blocks=100, sessions=0, backlog_tokens=0)
+    assert seen(fleet, "p0") == ReplicaView(P0, free_blocks=100, sessions=0, backlog_tokens=0, flow_prompts=1.0)
     assert seen(fleet, "d0").free_blocks == 70
 
 
@@ -113,13 +115,18 @@ def test_decode_s_sessions_are_pending_until_their_prompts_are_computed_elsewher
     assert (seen(fleet, "d0").sessions, seen(fleet, "d0").pending) == (1, 0)
 
 
+def _still(view: ReplicaView) -> ReplicaView:
+    """A row without what was placed there lately, which a release does not undo."""
+    return view._replace(flow_prompts=0.0, flow_s=0.0, flow_at_s=0.0)
+
+
 def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Fleet) -> None:
     before = fleet.view(0.0)
     fleet.reserve(split("a", 30), 160, 0.0)
     assert not fleet.release("a", 2, 0.0)
     assert fleet.release("a", 1, 0.0)
     assert not fleet.release("a", 1, 0.0)
-    assert fleet.view(0.0) == before
+    assert [_still(view) for view in fleet.view(0.0).ready] == [_still(view) for view in before.ready]
     assert fleet.promises() == ()
 
 
@@ -190,7 +197,7 @@ def test_what_a_placement_takes_is_the_same_for_who_made_it_and_for_who_is_told(
         for each in (D0, P0):
             there = (placed.reservation(each.replica_id, 160),)
             fleet.update(snapshot(each, 1, sessions=("a",), reservations=there), 0.0)
-    assert one.view(0.0) == other.view(0.0)
+    assert [_still(view) for view in one.view(0.0).ready] == [_still(view) for view in other.view(0.0).ready]
 
 
 def test_promising_twice_raises_and_changes_nothing(fleet: Fleet) -> None:
@@ -221,9 +228,9 @@ def test_a_promise_that_its_replicas_never_list_is_void_early(fleet: Fleet, list
 def test_a_forgotten_replica_is_not_placed_on_until_it_reports(fleet: Fleet) -> None:
     fleet.forget("d0")
     fleet.forget("d0")
-    assert fleet.view(0.0).of(Role.DECODE) == ()
+    assert [view.info for view in fleet.view(0.0).ready] == [P0]
     fleet.update(snapshot(D0, 2), 0.1)
-    assert len(fleet.view(0.1).of(Role.DECODE)) == 1
+    assert [view.info for view in fleet.view(0.1).ready] == [D0, P0]
 
 
 def test_a_pool_keeps_its_shape_when_its_replicas_are_gone(fleet: Fleet) -> None:
@@ -326,7 +333,7 @@ class Messages:
             assert kept.work_s == pytest.approx(share.work_s)
         live = self.fleet.live(self.now_s)
         for view in self.fleet.view(self.now_s).ready:
-            columns = live.columns(view.info.role)
+            columns = live.columns
             row = columns.rows[view.info.replica_id]
             assert columns.ready[row]
             assert columns["free_blocks"][row] == view.free_blocks >= 0
@@ -334,6 +341,7 @@ class Messages:
 
 
 @given(EVENTS)
+@example([("promise", "s3", 1, "d0"), ("promise", "s3", 2, "d0"), ("report", "s0", 1, "p0"), ("done", "s3", 2, "d0")])
 def test_the_ledger_is_exact_after_any_order_of_messages(events: list[tuple[str, str, int, str]]) -> None:
     messages = Messages()
     for event in events:

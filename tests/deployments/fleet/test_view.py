@@ -21,24 +21,26 @@ ROWS = (
 VIEW = FleetView(ROWS, silent=(Role.PREFILL,), now_s=3.0)
 
 
-def test_rows_are_found_by_role() -> None:
-    assert VIEW.of(Role.DECODE) == ROWS[:2]
-    assert VIEW.columns(Role.DECODE).rows.keys() == {"d0", "d1"}
-    assert VIEW.columns(Role.PREFILL).rows.keys() == {"p0", "p1"}
+def test_the_columns_have_a_row_for_each_ready_replica() -> None:
+    columns = VIEW.columns
+    assert columns.rows.keys() == {"d0", "d1", "p0", "p1"}
+    assert columns.is_of(Role.DECODE)[:4].tolist() == [True, True, False, False]
+    assert columns.is_of(Role.MIXED).sum() == 0
 
 
-def test_equal_engines_have_equal_codes_in_the_columns_of_both_roles() -> None:
-    decode, prefill = VIEW.columns(Role.DECODE), VIEW.columns(Role.PREFILL)
-    assert decode.fingerprint[decode.rows["d1"]] == prefill.fingerprint[prefill.rows["p0"]]
-    assert decode.fingerprint[decode.rows["d0"]] == prefill.fingerprint[prefill.rows["p1"]]
-    assert decode.fingerprint[decode.rows["d0"]] != decode.fingerprint[decode.rows["d1"]]
+def test_equal_engines_have_equal_codes_whatever_their_roles() -> None:
+    columns = VIEW.columns
+    engines = {name: columns.fingerprint[at] for name, at in columns.rows.items()}
+    assert engines["d1"] == engines["p0"]
+    assert engines["d0"] == engines["p1"]
+    assert engines["d0"] != engines["d1"]
 
 
 def test_room_that_is_kept_for_others_is_no_room_in_rows_nor_in_columns() -> None:
-    live = LiveView({role: VIEW.columns(role) for role in Role}, VIEW.known, VIEW.silent, VIEW.now_s)
+    live = LiveView(VIEW.columns, VIEW.known, VIEW.silent, VIEW.now_s)
     for view in (VIEW.without_room_on(["d0"]), live.without_room_on(["d0"])):
-        columns = view.columns(Role.DECODE)
+        columns = view.columns
         free = {name: columns["room_blocks"][at] for name, at in columns.rows.items()}
-        assert free == {"d0": 0.0, "d1": 50.0}
+        assert free == {"d0": 0.0, "d1": 50.0, "p0": 50.0, "p1": 50.0}
         assert (view.silent, view.now_s) == ((Role.PREFILL,), 3.0)
     assert [each.free_blocks for each in VIEW.ready] == [50, 50, 50, 50]

@@ -55,8 +55,10 @@ from tests.deployments.manager.test_manager import BLOCK, config
 from transfer.control.seal import BadMessage
 
 SECRET = "a secret of the tests"
-INFO = ReplicaInfo("p0", "prefill", Role.PREFILL, "node", "engine", BLOCK, 100, 8, 2048, ("tcp://h:1",), 256, 4096)
-DECODE = replace(INFO, replica_id="d0", pool="decode-small", role=Role.DECODE, total_blocks=20)
+INFO = ReplicaInfo(
+    "p0", "prefill", Role.PREFILL, "node", "engine", BLOCK, 100, 8, 2048, ("tcp://h:1",), 256, 4096, strict=True
+)
+DECODE = replace(INFO, replica_id="d0", pool="decode-small", role=Role.DECODE, total_blocks=20, strict=False)
 SNAPSHOT = ReplicaSnapshot(
     "p0",
     2**60,

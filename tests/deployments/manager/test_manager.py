@@ -56,7 +56,7 @@ def info(replica_id: str, pool: str, total_blocks: int) -> ReplicaInfo:
     return ReplicaInfo(replica_id, pool, role, "node", "engine", BLOCK, total_blocks, 8, 2048)
 
 
-P0, D0 = info("p0", "prefill", 100), info("d0", "decode-small", 20)
+P0, D0 = replace(info("p0", "prefill", 100), strict=True), info("d0", "decode-small", 20)
 
 
 class Cluster:
@@ -180,7 +180,7 @@ async def test_a_waiter_is_rejected_when_its_time_is_up_even_if_nothing_happens(
     manager = SessionManager(config(queue_timeout_s=0.02))
     answer = await asyncio.wait_for(manager.ask(Open(ask("a"))), 5.0)
     assert answer == Reject(
-        "no capacity within 0.02 s: no decode replica is ready", 0.02, unavailable=True, code="queue_timeout"
+        "no capacity within 0.02 s: no replica is ready that decodes", 0.02, unavailable=True, code="queue_timeout"
     )
     assert (await manager.ask(Status()))["rejects"] == {"queue_timeout": 1}
 

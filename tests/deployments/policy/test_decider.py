@@ -49,7 +49,7 @@ def test_settings_have_limits_only_for_pools_that_the_configuration_limits() -> 
 def test_a_request_that_has_waited_longer_than_its_class_allows_is_refused() -> None:
     deciding = decider()
     assert deciding.try_again(session(), view(0), Tried(), 0.5, 2.0) == Queue(
-        "KV blocks are short: 20 needed, at most 0 free on a decode replica"
+        "KV blocks are short: 20 needed, at most 0 free on a replica"
     )
     late = deciding.try_again(session(), view(0), Tried(), 100.0, 2.0)
     assert isinstance(late, Reject)

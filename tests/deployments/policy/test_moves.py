@@ -68,8 +68,9 @@ def test_none_moves_where_moves_are_off() -> None:
     assert Stage(PlacementSettings(moves=False)).choose() == ()
 
 
-def test_a_prefill_replica_gives_nothing_up() -> None:
-    assert Stage().choose(pressed(info("d0", Role.PREFILL))) == ()
+def test_a_replica_that_never_decodes_gives_nothing_up() -> None:
+    assert Stage().choose(pressed(info("d0", Role.PREFILL, strict=True))) == ()
+    assert Stage().choose(pressed(info("d0", Role.PREFILL))) == ("a",)
 
 
 @pytest.mark.parametrize("unsaid", [{"held_tokens": ()}, {"info": None}])

@@ -116,14 +116,21 @@ def test_a_prompt_beside_it_slows_a_running_answer_by_its_chunks() -> None:
     assert beside.last["a"] > alone.last["a"] + 0.02
 
 
-def test_a_long_prompt_leaves_others_their_share_of_a_step() -> None:
-    engine = replica()
-    engine.info = replace(engine.info, chunk_tokens=12)
-    alone = play(engine, [(0.0, Work("long", 1, 90, 2))])
-    assert alone.first["long"] == pytest.approx(STEPS.prefill_s(90, 0, 32)), "alone it takes whole steps"
-    beside = play(engine, [(0.0, Work("long", 1, 90, 2)), (0.0, Work("short", 1, 12, 2))])
-    assert beside.first["short"] == pytest.approx(STEPS.step_s(24, 2 * 66, 0, 0)), "its prompt is in the first step"
-    assert beside.first["long"] > alone.first["long"]
+def test_prompts_alone_take_whole_steps_one_after_the_other() -> None:
+    long, short = (0.0, Work("long", 1, 90, 2)), (0.0, Work("short", 1, 12, 2))
+    alone = play(replica(), [long])
+    assert alone.first["long"] == pytest.approx(STEPS.prefill_s(90, 0, 32))
+    assert play(replica(), [long, short]).first["short"] > alone.first["long"]
+
+
+def test_beside_an_answer_with_an_objective_steps_are_short_and_a_long_prompt_leaves_half_of_them() -> None:
+    """A quarter of each step at least goes to prompts: 34 tokens beside this answer, of 128 in a step."""
+    limits = replace(QUIET, batched_tokens=128)
+    later = [(0.05, Work("long", 1, 400, 2)), (0.05, Work("short", 1, 8, 2))]
+    free = play(replica(limits=limits), [(0.0, Work("answer", 1, 8, 90)), *later])
+    bound = play(replica(limits=limits), [(0.0, Work("answer", 1, 8, 90, tpot_s=0.001)), *later])
+    assert bound.first["long"] > 1.5 * free.first["long"]
+    assert bound.first["short"] < bound.first["long"] / 2
 
 
 def test_a_snapshot_lists_what_is_expected_with_what_it_was_promised_until_it_ends() -> None:

@@ -183,18 +183,26 @@ async def test_long_prompts_are_prefilled_in_chunks(make_mock: Any, start: Any) 
     await engine.close()
 
 
-@pytest.mark.parametrize(("role", "order"), [(Role.DECODE, ["short", "long"]), (Role.PREFILL, ["long", "short"])])
-async def test_a_long_prompt_leaves_decode_half_of_a_step(
-    role: Role, order: list[str], make_mock: Any, start: Any
-) -> None:
-    engine = await start(make_mock(role, SMALL, max_model_len=64))
+async def test_prompts_alone_take_whole_steps_one_after_the_other(make_mock: Any, start: Any) -> None:
+    engine = await start(make_mock(Role.DECODE, SMALL, max_model_len=64))
     answers = [await engine.send(name, [7] * count, max_tokens=1) for name, count in (("long", 14), ("short", 4))]
     await asyncio.gather(*(asyncio.wait_for(answer.done.wait(), 30) for answer in answers))
-    assert [output.request_id for step in engine.steps for output in step.outputs] == order
-    chunks = [sample.prefill_tokens for step in engine.steps for sample in step.steps]
-    half = (16 - 8) // 2
-    assert engine.info.chunk_tokens == (half if role is Role.DECODE else 16)
-    assert chunks == ([2 * half, 10] if role is Role.DECODE else [16, 2]), "alone it takes what it can"
+    assert [output.request_id for step in engine.steps for output in step.outputs] == ["long", "short"]
+    assert [sample.prefill_tokens for step in engine.steps for sample in step.steps] == [16, 2]
+    await engine.close()
+
+
+async def test_beside_an_answer_a_step_is_no_longer_than_it_allows(make_mock: Any, start: Any) -> None:
+    """A prompt token takes 1 ms, so a step of 4 ms has room for three tokens and the answer's own."""
+    slow = SMALL.model_copy(update={"prefill_tokens_per_s": 1000.0, "step_s": 0.001})
+    engine = await start(make_mock(Role.DECODE, slow, max_model_len=64, longest_step_s=0.004))
+    answer = await engine.send("answer", [7] * 4, max_tokens=48)
+    await engine.until(lambda load: load.running == 1)
+    await engine.generate("prompt", [7] * 30, max_tokens=1)
+    beside = [sample for step in engine.steps for sample in step.steps if sample.decode_sequences]
+    assert max(sample.prefill_tokens for sample in beside) == 3
+    assert not answer.done.is_set(), "it ran all the time"
+    await asyncio.wait_for(answer.done.wait(), 30)
     await engine.close()
 
 

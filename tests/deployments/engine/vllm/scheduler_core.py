@@ -26,6 +26,7 @@ from configs.schema import ChannelConfig, VllmEngineConfig
 from configs.schema import ModelConfig as BatonModel
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.vllm.arguments import EngineArguments
+from deployments.engine.vllm.step_pace import StepPace
 from deployments.messages import Role
 from transfer.vllm.continued_answer import AnsweredRequests
 
@@ -44,7 +45,7 @@ class Stats(KVConnectorStats):
 class Recorder(KVConnectorBase_V1):
     """A connector that notes every call of the scheduler, with the number of free blocks at that moment.
 
-    What was answered elsewhere it hands to Baton's own code.
+    What was answered elsewhere it hands to Baton's own code. `pace`: sets the size of each step, where there is one.
 
     `matched`: its answer to `get_num_new_matched_tokens`. `keeps`: whether it keeps the blocks of ended requests.
     """
@@ -56,6 +57,7 @@ class Recorder(KVConnectorBase_V1):
         self.keeps = False
         self.stats: dict[str, Any] = {}
         self.answered = AnsweredRequests()
+        self.pace: StepPace | None = None
         self._manager: Any = None
 
     def _note(self, call: str) -> None:
@@ -70,6 +72,8 @@ class Recorder(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         self._note("on_new_request")
         self.answered.begin(request)
+        if self.pace is not None:
+            self.pace.begin()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._note("get_num_new_matched_tokens")
@@ -80,6 +84,8 @@ class Recorder(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._note("build_connector_meta")
+        if self.pace is not None:
+            self.pace.plan(scheduler_output.num_scheduled_tokens)
         return KVConnectorMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

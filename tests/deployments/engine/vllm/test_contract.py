@@ -55,6 +55,7 @@ from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockSt
 from deployments.engine.names import FOLDER, names_until_started
 from deployments.engine.protocol import EngineError
 from deployments.engine.vllm.arguments import IN_PROCESS
+from deployments.engine.vllm.connector import PacedConnector
 from deployments.engine.vllm.engine import VllmEngine
 from deployments.engine.vllm.pull import PullEngine
 from deployments.engine.vllm.pull_connector import NixlConnector, PullWorker
@@ -106,7 +107,7 @@ async def test_compiling_on_cpu_without_a_compiler_is_said_before_anything_start
 
 @pytest.mark.parametrize(
     ("kind", "connector", "extension"),
-    [(VllmEngine, BatonConnector, WorkerExtension), (PullEngine, NixlConnector, PullWorker)],
+    [(VllmEngine, PacedConnector, WorkerExtension), (PullEngine, NixlConnector, PullWorker)],
 )
 def test_the_paths_that_vllm_is_given_name_our_classes(
     kind: type[VllmEngine], connector: type, extension: type

@@ -15,9 +15,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from deployments.engine.vllm.step_pace import TPOT_S, StepPace
 from deployments.messages import Role
-from deployments.policy.prompt_share import prompt_share
-from tests.deployments.engine.vllm.scheduler_core import CHUNK, SEATS, Core, make
+from deployments.policy.step_size import STEADY
+from deployments.step_cost import Coefficients
+from tests.deployments.engine.vllm.scheduler_core import CHUNK, Core, make
 from transfer.vllm.continued_answer import ANSWERED
 
 
@@ -178,10 +180,66 @@ def test_an_answer_that_the_grammar_forbids_ends_with_an_error(core: Core, monke
     assert ended == {"a": FinishReason.ERROR, "b": None}
 
 
-@pytest.mark.parametrize("role", Role)
-def test_a_long_prompt_takes_no_more_than_its_share_of_a_step_beside_others(model: Path, role: Role) -> None:
-    core = make(model, role)
-    core.add("long", tokens(400))
-    core.add("short", tokens(5))
-    share = prompt_share(role, CHUNK, SEATS)
-    assert core.step()["long"] == share
+PRIOR = Coefficients(0.01, 0.001, 0.0, 0.001, 0.0)
+
+
+def paced(core: Core, longest_step_s: float) -> StepPace:
+    pace = StepPace(core.scheduler, PRIOR, longest_step_s)
+    core.connector.pace = pace
+    return pace
+
+
+def test_the_scheduler_heeds_the_size_of_the_next_step(core: Core) -> None:
+    """Beside an answer, 20 ms of a step of 31 ms are left for prompts, at 1 ms a token."""
+    paced(core, longest_step_s=0.031)
+    core.add("answer", tokens(5))
+    assert core.step() == {"answer": 5}
+    core.add("long", tokens(200)[::-1])
+    assert core.step() == {"answer": 1, "long": 20}
+    assert core.step() == {"answer": 1, "long": 20}
+
+
+def test_prompts_take_whole_steps_where_no_answer_runs(core: Core) -> None:
+    paced(core, longest_step_s=0.031)
+    core.add("long", tokens(200))
+    core.add("next", tokens(30)[::-1])
+    assert core.step() == {"long": CHUNK}
+    assert core.step() == {"long": CHUNK}
+
+
+def test_two_prompts_beside_an_answer_have_half_each_and_the_answer_its_token(core: Core) -> None:
+    paced(core, longest_step_s=0.031)
+    core.add("answer", tokens(5))
+    core.step()
+    core.add("long", tokens(200)[::-1])
+    core.step()
+    core.add("next", tokens(100)[3:])
+    assert core.step() == {"answer": 1, "long": 10, "next": 10}
+    assert core.step() == {"answer": 1, "long": 10, "next": 10}
+
+
+def test_the_tightest_objective_of_the_answers_counts(core: Core) -> None:
+    paced(core, longest_step_s=1.0)
+    core.add("answer", tokens(5), extra_args={TPOT_S: 0.031 / STEADY})
+    core.step()
+    core.add("long", tokens(200)[::-1])
+    assert core.step() == {"answer": 1, "long": 20}
+
+
+def test_an_answer_whose_kv_cache_is_coming_counts_as_one_that_runs(core: Core) -> None:
+    paced(core, longest_step_s=0.031)
+    core.connector.matched = (32, True)
+    core.add("coming", tokens(40))
+    core.step()
+    core.connector.matched = (0, False)
+    core.add("long", tokens(200)[::-1])
+    assert core.step()["long"] <= 22
+
+
+def test_a_share_that_is_configured_stays(core: Core) -> None:
+    core.scheduler.scheduler_config.long_prefill_token_threshold = 7
+    paced(core, longest_step_s=1.0)
+    core.add("answer", tokens(5))
+    core.add("long", tokens(200)[::-1])
+    assert core.step()["long"] == 7
+    assert core.step()["long"] == 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from deployments.fleet.columns import ReplicaView
@@ -15,7 +14,7 @@ from deployments.policy.placement.baselines import POLICIES, OneByOne, RoundRobi
 from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings
 
-LOADS = {"d0": (10, 5, 2000.0), "d1": (80, 1, 100.0), "d2": (10, 3, 500.0)}
+LOADS = {"d0": (30, 5, 2000.0), "d1": (240, 1, 100.0), "d2": (30, 3, 500.0)}
 
 
 def field(hits: dict[str, int] | None = None) -> Field:
@@ -37,9 +36,8 @@ def field(hits: dict[str, int] | None = None) -> Field:
 
 def picks(name: str, count: int = 60, hits: dict[str, int] | None = None) -> Counter[str]:
     policy, here = POLICIES[name](), field(hits)
-    columns = here.columns(Role.DECODE)
-    chosen = (policy.alone(here, Role.DECODE, columns.ready).owner for _ in range(count))
-    return Counter(columns.info(row).replica_id for row in chosen)
+    chosen = [choice for _ in range(count) if (choice := policy.choose(here)) is not None]
+    return Counter(here.columns.info(choice.owner).replica_id for choice in chosen)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +62,6 @@ def test_a_cached_prefix_draws_a_request_to_a_replica_that_is_not_far_busier() -
 
 
 def test_a_pair_has_one_engine() -> None:
-    here = field()
-    assert OneByOne(RoundRobin()).pair(here, here.columns(Role.DECODE).ready, here.columns(Role.PREFILL).ready) is None
-    assert np.isinf(OneByOne(RoundRobin()).at_least(here, Role.DECODE, here.columns(Role.DECODE).ready))
+    choice = OneByOne(RoundRobin()).choose(field())
+    assert choice is not None
+    assert choice.helper is None, "the only prefill replica has another one"

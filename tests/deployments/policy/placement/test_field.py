@@ -27,20 +27,20 @@ def here(**settings: object) -> Field:
     return Field(REQUEST, VIEW, made, Knowledge(), random.Random(0), (1e9, 1e9))
 
 
-def names(field: Field, role: Role, able: object) -> set[str]:
-    return {name for name, at in field.columns(role).rows.items() if able[at]}  # type: ignore[index]
+def names(field: Field, able: object) -> set[str]:
+    return {name for name, at in field.columns.rows.items() if able[at]}  # type: ignore[index]
 
 
 def test_an_owner_has_room_for_the_whole_answer_and_a_helper_needs_none() -> None:
-    assert names(here(), Role.DECODE, here().owners(Role.DECODE)) == {"d0"}
-    assert names(here(), Role.PREFILL, here().helpers()) == {"p0", "p1"}
-    assert names(here(), Role.PREFILL, here(prefill_queue_s=1.0).helpers()) == {"p0"}
+    assert names(here(), here().owners) == {"d0"}
+    assert names(here(), here().helpers) == {"d0", "d1", "d2", "p0", "p1"}
+    assert names(here(), here(prefill_queue_s=1.0).helpers) == {"d0", "d1", "d2", "p0"}
 
 
 def test_a_pool_with_other_limits_takes_no_such_request() -> None:
     limits = {"decode-d0": Limits(max_prompt_tokens=100)}
     field = here(limits=limits)
-    assert names(field, Role.DECODE, field.can_hold(field.columns(Role.DECODE), 160)) == {"d1", "d2"}
+    assert names(field, field.can_hold(160)) == {"d1", "d2", "p0", "p1"}
     assert not takes(REQUEST, VIEW.ready[0].info, limits)
     assert takes(REQUEST, VIEW.ready[1].info, limits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -26,8 +27,8 @@ from deployments.messages import (
     Role,
     SessionRequest,
 )
-from deployments.policy.placement.estimates import Limits
-from deployments.policy.placement.field import PlacementSettings, claimed
+from deployments.policy.placement.estimates import Knowledge, Limits
+from deployments.policy.placement.field import Field, PlacementSettings, claimed
 from deployments.policy.placement.joint import Joint
 from deployments.policy.placement.place import place as place_by
 from deployments.policy.placement.split import ANY
@@ -56,6 +57,12 @@ def prefill(replica_id: str = "p0", **options: int) -> ReplicaView:
     return replica(replica_id, Role.PREFILL, **options)
 
 
+def strict_prefill(replica_id: str = "p0", **options: int) -> ReplicaView:
+    """One that never decodes."""
+    view = prefill(replica_id, **options)
+    return view._replace(info=replace(view.info, strict=True))
+
+
 def fleet_of(*ready: ReplicaView, down: tuple[ReplicaView, ...] = (), silent: tuple[Role, ...] = ()) -> FleetView:
     return FleetView(ready, tuple(view.info for view in (*ready, *down)), silent)
 
@@ -65,7 +72,13 @@ def ask(prompt_tokens: int = 64, max_tokens: int = 96, *allowed: Mode) -> Sessio
 
 
 def place(request: SessionRequest, view: FleetView, settings: PlacementSettings) -> Decision:
-    return place_by(request, view, settings, Joint(), random.Random(0))
+    return place_by(here(request, view, settings), Joint())
+
+
+def here(
+    request: SessionRequest, view: FleetView, settings: PlacementSettings, rng: random.Random | None = None
+) -> Field:
+    return Field(request, view, settings, Knowledge(), rng or random.Random(0), (math.inf, math.inf))
 
 
 def placed(request: SessionRequest, view: FleetView) -> Placement:
@@ -90,7 +103,7 @@ def test_chance_decides_between_equals_in_proportion_to_what_is_free() -> None:
     rng = random.Random(0)
     view = fleet_of(replica("d0", total=100), replica("d1", total=300), prefill("p0"), prefill("p1"))
     settings = replace(SETTINGS, weights=WeightsConfig(near_s=1.0))
-    decisions = [place_by(ask(), view, settings, Joint(), rng) for _ in range(400)]
+    decisions = [place_by(here(ask(), view, settings, rng), Joint()) for _ in range(400)]
     placements = [decision.placement for decision in decisions if isinstance(decision, Admit)]
     owners = [placement.owner.replica_id for placement in placements]
     helpers = [placement.prefill.replica_id for placement in placements if placement.prefill]
@@ -124,12 +137,12 @@ def test_prompt_and_answer_must_fit_blocks_sessions_and_model_length() -> None:
     assert placed(ask(64, 96), fleet_of(exact, prefill())).reserved_blocks == 10
     assert isinstance(place(ask(64, 97), fleet_of(exact, prefill()), SETTINGS), Queue)
     full = replica("d0", sessions=8)
-    assert place(ask(), fleet_of(full, prefill()), SETTINGS) == Queue(
-        "every decode replica that fits runs its most sessions"
+    assert place(ask(), fleet_of(full, strict_prefill()), SETTINGS) == Queue(
+        "every replica that fits runs its most sessions"
     )
     short = replica("d0")
     short = short._replace(info=replace(short.info, max_model_len=159))
-    assert isinstance(place(ask(64, 96), fleet_of(short, prefill()), SETTINGS), Reject)
+    assert isinstance(place(ask(64, 96), fleet_of(short, strict_prefill()), SETTINGS), Reject)
 
 
 def test_the_prefill_replica_has_the_same_engine_and_the_least_backlog_and_may_be_full() -> None:
@@ -171,22 +184,22 @@ def test_prefill_decodes_only_as_a_last_resort_or_when_asked_first() -> None:
 
 
 def test_what_would_fit_an_empty_or_absent_replica_waits_with_a_reason() -> None:
-    full = fleet_of(replica("d0", free=3), prefill())
-    assert place(ask(), full, SETTINGS) == Queue("KV blocks are short: 10 needed, at most 3 free on a decode replica")
-    down = fleet_of(prefill(), down=(replica("d0"),))
+    full = fleet_of(replica("d0", free=3), strict_prefill())
+    assert place(ask(), full, SETTINGS) == Queue("KV blocks are short: 10 needed, at most 3 free on a replica")
+    down = fleet_of(strict_prefill(), down=(replica("d0"),))
     assert place(ask(64, 96, Mode.DISAGGREGATED), down, SETTINGS) == Queue(
-        "no decode replica is ready", unavailable=True
+        "no replica is ready that decodes", unavailable=True
     )
     large_down = fleet_of(replica("d0"), prefill(), down=(replica("d1", total=400),))
     assert place(ask(1000, 1000, Mode.DECODE_LOCAL), large_down, SETTINGS) == Queue(
-        "no ready decode replica is large enough for 2000 tokens"
+        "no ready replica is large enough for 2000 tokens"
     )
 
 
 def test_what_could_never_fit_is_rejected_with_numbers() -> None:
     decision = place(ask(1000, 1000, Mode.DECODE_LOCAL), fleet_of(replica("d0"), prefill()), SETTINGS)
     assert decision == Reject(
-        "the request needs 2000 tokens (1000 prompt + 1000 answer), and the largest decode replica holds 1600"
+        "the request needs 2000 tokens (1000 prompt + 1000 answer), and the largest replica holds 1600"
     )
 
 
@@ -207,7 +220,7 @@ def test_a_request_without_a_mode_is_an_error() -> None:
 
 
 def test_a_waiter_claims_the_decode_replica_that_is_nearest_to_having_room() -> None:
-    view = fleet_of(replica("d0", free=20), replica("d1", total=400, free=10), replica("d2", free=5), prefill())
+    view = fleet_of(replica("d0", free=20), replica("d1", total=400, free=10), replica("d2", free=5), strict_prefill())
     assert claimed(ask(), view) == "d0"
     assert claimed(ask(1000, 1000), view) == "d1", "d0 could never hold it"
     assert claimed(ask(), view.without_room_on(["d0"])) == "d1"

@@ -9,11 +9,11 @@ from deployments.fleet.view import FleetView
 from deployments.messages import Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings
-from deployments.policy.placement.shortfall import helper_shortfall, owner_shortfall
+from deployments.policy.placement.shortfall import owner_shortfall, pair_shortfall
 
 
-def view(role: Role, free_blocks: int = 50, sessions: int = 0, ready: bool = True) -> FleetView:
-    info = ReplicaInfo("r0", role.value, role, "node", "engine", 16, 100, 8, 2048)
+def view(role: Role, free_blocks: int = 50, sessions: int = 0, ready: bool = True, engine: str = "engine") -> FleetView:
+    info = ReplicaInfo(f"{role.value}-0", role.value, role, "node", engine, 16, 100, 8, 2048)
     return FleetView((ReplicaView(info, free_blocks, sessions, 0),) if ready else (), known=(info,))
 
 
@@ -23,27 +23,27 @@ def here(fleet: FleetView, prompt: int = 800, answer: int = 400) -> Field:
 
 
 def test_an_owner_lacks_replicas_seats_or_blocks() -> None:
-    assert owner_shortfall(here(view(Role.DECODE, ready=False)), Role.DECODE) == Queue(
-        "no decode replica is ready", unavailable=True
+    assert owner_shortfall(here(view(Role.DECODE, ready=False))) == Queue(
+        "no replica is ready that decodes", unavailable=True
     )
-    assert owner_shortfall(here(view(Role.DECODE, sessions=8)), Role.DECODE) == Queue(
-        "every decode replica that fits runs its most sessions"
+    assert owner_shortfall(here(view(Role.DECODE, sessions=8))) == Queue(
+        "every replica that fits runs its most sessions"
     )
-    assert owner_shortfall(here(view(Role.DECODE)), Role.DECODE) == Queue(
-        "KV blocks are short: 75 needed, at most 50 free on a decode replica"
+    assert owner_shortfall(here(view(Role.DECODE))) == Queue(
+        "KV blocks are short: 75 needed, at most 50 free on a replica"
     )
 
 
 def test_what_no_pool_could_ever_hold_is_refused_with_the_numbers() -> None:
-    refusal = owner_shortfall(here(view(Role.DECODE), prompt=1600), Role.DECODE)
+    refusal = owner_shortfall(here(view(Role.DECODE), prompt=1600))
     assert isinstance(refusal, Reject)
-    assert "needs 2000 tokens (1600 prompt + 400 answer), and the largest decode replica holds 1600" in refusal.reason
+    assert "needs 2000 tokens (1600 prompt + 400 answer), and the largest replica holds 1600" in refusal.reason
 
 
 def test_a_helper_is_missing_or_has_another_engine() -> None:
-    assert helper_shortfall(here(view(Role.PREFILL, ready=False))) == Queue(
-        "no prefill replica is ready", unavailable=True
-    )
-    assert helper_shortfall(here(view(Role.PREFILL))) == Queue(
+    assert pair_shortfall(here(view(Role.DECODE))) == Queue("no prefill replica is ready", unavailable=True)
+    assert pair_shortfall(here(view(Role.PREFILL))) == Queue("no decode replica is ready", unavailable=True)
+    unlike = view(Role.DECODE).ready + view(Role.PREFILL, engine="other").ready
+    assert pair_shortfall(here(FleetView(unlike))) == Queue(
         "no ready prefill replica has the same engine as a decode replica with room"
     )

@@ -1,0 +1,57 @@
+"""What vLLM loads by path into the processes of a `VllmEngine`: Baton's connector, with the pace of its steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from deployments.engine.vllm.step_pace import StepPace
+from deployments.messages import StepSample
+from deployments.step_cost import Coefficients
+from transfer.vllm.connector import BatonConnector
+from transfer.vllm.continued_answer import scheduler_on_the_stack
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from transfer.vllm.step_clock import StepReport
+    from transfer.vllm.step_messages import StepMetadata
+
+
+def pace_of(extra: dict[str, Any]) -> StepPace:
+    """The pace of the scheduler that makes its connector now. `extra`: the connector's own configuration."""
+    return StepPace(scheduler_on_the_stack(), Coefficients(*extra["prior"]), extra["longest_step_s"])
+
+
+def sample_of(report: StepReport) -> StepSample:
+    """A step as the step model learns from it."""
+    return StepSample(
+        report.seconds, report.prefill_tokens, report.prefill_context, report.decode_sequences, report.decode_context
+    )
+
+
+class PacedConnector(BatonConnector):
+    """Baton's connector. Before each step it sets how many prompt tokens the step takes."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._pace = pace_of(self._kv_transfer_config.kv_connector_extra_config)
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        self._pace.begin()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        self._pace.plan(scheduler_output.num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
+
+    def get_kv_connector_stats(self) -> Any:
+        report = super().get_kv_connector_stats()
+        if report is not None:
+            self._pace.learn(sample_of(report))
+        return report

@@ -1,0 +1,90 @@
+"""How large the next step of a vLLM engine is: as many prompt tokens as its running answers allow.
+
+vLLM takes a fixed number of tokens a step. Its scheduler reads that number, and the most tokens of one prompt, whenever
+it schedules a step; here both are set before each. What steps take is learned from the engine's own steps.
+tests/deployments/engine/vllm/test_scheduler_contract.py checks that the scheduler heeds what is set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from deployments.messages import StepSample
+from deployments.policy.prediction.step_time import StepModel
+from deployments.policy.step_size import allowed_step_s, prompt_budget, share_of_one
+from deployments.step_cost import Coefficients
+from transfer.vllm.scheduler_side import handed_over
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
+"""The status of a request whose KV cache is on its way to this engine."""
+
+TPOT_S = "baton_tpot_s"
+"""A request's `extra_args` hold the TPOT objective of its class under this name, in seconds."""
+
+
+class StepPace:
+    """Sets the size of each step of one scheduler.
+
+    `prior`: what steps take, before any was seen. `longest_step_s`: of a step with prompts beside answers without an
+    objective. A share of one prompt that the configuration gives (`long_prefill_token_threshold`) stays as it is.
+    """
+
+    def __init__(self, scheduler: Scheduler, prior: Coefficients, longest_step_s: float) -> None:
+        self._scheduler, self._longest_step_s = scheduler, longest_step_s
+        self._model = StepModel(prior)
+        self._whole = scheduler.max_num_scheduled_tokens
+        self._sets_share = not scheduler.scheduler_config.long_prefill_token_threshold
+        self._prompts = self._answers = self._context = self._begun = 0
+        self._allowed_s = math.inf
+
+    def begin(self) -> None:
+        """A request has come, and waits for the next step."""
+        self._prompts += 1
+        self._set()
+
+    def plan(self, scheduled: Mapping[str, int]) -> None:
+        """Set the size of the next step. `scheduled`: the tokens of the step that was scheduled now, by request."""
+        running = self._scheduler.running
+        left = {each.request_id: _left(each, scheduled) for each in running}
+        # Engines serve in this order, and a step that ends with the prompts leaves no answer out.
+        running.sort(key=lambda request: left[request.request_id] > 0)
+        answering = [each for each in running if left[each.request_id] <= 0]
+        prompts = running[len(answering) :]
+        coming = [each for each in self._scheduler.kv_holding_waiting if each.status is LOADING]
+        self._answers, self._prompts = len(answering), len(prompts) + len(self._scheduler.waiting)
+        self._context = sum(each.num_tokens for each in answering)
+        self._begun = handed_over(prompts[0]) - left[prompts[0].request_id] if prompts else 0
+        self._allowed_s = min(map(self._allowed, (*answering, *coming)), default=math.inf)
+        self._set()
+
+    def learn(self, step: StepSample) -> None:
+        """A step is over."""
+        self._model.observe(step)
+
+    def _allowed(self, request: Request) -> float:
+        """The longest step that an answer allows."""
+        extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+        return allowed_step_s((extra or {}).get(TPOT_S, 0.0), self._longest_step_s)
+
+    def _set(self) -> None:
+        steps, answers = self._model.coefficients, self._answers
+        budget = prompt_budget(steps, self._whole, answers, self._context, self._begun, self._allowed_s)
+        # An answer whose KV cache arrives meanwhile waits, and takes a token in the step after it has come.
+        coming = sum(self._scheduler.get_request_counts()) - len(self._scheduler.running)
+        self._scheduler.max_num_scheduled_tokens = min(budget + answers + coming, self._whole)
+        if self._sets_share:
+            share = share_of_one(budget, self._prompts, answers)
+            self._scheduler.scheduler_config.long_prefill_token_threshold = share if share < self._whole else 0
+
+
+def _left(request: Request, scheduled: Mapping[str, int]) -> int:
+    """The tokens of a request's prompt that are yet to be computed after the step that was scheduled now."""
+    return handed_over(request) - int(request.num_computed_tokens) - scheduled.get(request.request_id, 0)

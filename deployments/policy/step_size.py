@@ -30,8 +30,9 @@ def prompt_budget(
     """The most prompt tokens of the next step, at least 1.
 
     `step_tokens`: the most tokens in a step. `sequences`, `context`: the answers that run, and the tokens that they
-    hold together. `begun_tokens`: how much of the prompt is computed already. `allowed_step_s`: the longest step that these
-    answers allow, and those whose KV cache is about to arrive; infinite without any. Then prompts take the whole step.
+    hold together. `begun_tokens`: how much of the prompt is computed already. `allowed_step_s`: the longest step that
+    these answers allow, and those whose KV cache is about to arrive; infinite without any. Then prompts take the whole
+    step.
 
     The step takes as long as the answers allow, and a quarter of it at least goes to prompts. A token costs more the
     more tokens are before it, so chunks shrink along a prompt.

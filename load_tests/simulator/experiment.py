@@ -1,11 +1,11 @@
 """One simulated run of a policy under a load. The description can be sent to another process.
 
 **Objectives.** Mooncake's conversation, `agents` and `shared` have two classes. Prompts of up to 16,384 tokens are
-promised the first token within 2 s, longer ones within 15 s. A simulated H100 with nothing else to do takes 0.7 s for the longest of the first
-class, and 13 s for the longest of the second. With any policy, the short ones among the waiting requests go first
-(rank). Azure's conversation and the made traces have one class: 1 s. 99% of Azure's prompts take at most 0.15 s alone.
-All are promised 0.05 s a token. That is 20 tokens a second, several times as fast as people read, and twice the time
-that a full H100 needs for a step of decode alone.
+promised the first token within 2 s, longer ones within 15 s. A simulated H100 with nothing else to do takes 0.7 s for
+the longest of the first class, and 13 s for the longest of the second. With any policy, the short ones among the
+waiting requests go first (rank). Azure's conversation and the made traces have one class: 1 s. 99% of Azure's prompts
+take at most 0.15 s alone. All are promised 0.05 s a token. That is 20 tokens a second, several times as fast as people
+read, and twice the time that a full H100 needs for a step of decode alone.
 
 **Load.** 1.0 is an estimate of what the fleet can do without any cache hit, with prefill and decode each busy all the
 time: `capacity`. The load at which a policy stops keeping up is measured, not estimated.

@@ -59,4 +59,4 @@ def settings(file: Path | None = None) -> Settings:
         **first.engine_args,
     }
     given = {name: value for name, value in arguments.items() if value is not None}
-    return Settings(serve, config.model.name, checkpoint(config), given, environment(config, "prefill"))
+    return Settings(serve, config.model.name, checkpoint(config), given, environment(config, next(iter(config.pools))))

@@ -245,8 +245,8 @@ class PlacementConfig(Section):
     """Seconds of work after which a prefill replica gets no more; null: its engine queues without limit."""
     split_min_prompt_tokens: int = Field(1, ge=1)
     """One replica serves shorter prompts whole."""
-    longest_step_s: float = Field(0.25, gt=0)
-    """Seconds that a step with prompts in it may take beside running answers, where no `tpot_s` of theirs is less."""
+    prompt_share: float = Field(0.75, ge=0.25, le=0.95)
+    """The share of a step's time that prompts get beside running answers, where these have no `tpot_s`."""
     queue_timeout_s: float = Field(30.0, gt=0)
     """Seconds that a request waits for capacity; then it gets 429, or 503 when no replica is up."""
     max_queued_requests: int = Field(1024, ge=0)

@@ -35,7 +35,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             host=identity.host,
             device=pool.device or pool.resources.accelerator_type,
             strict=pool.strict,
-            longest_step_s=config.placement.longest_step_s,
+            prompt_share=config.placement.prompt_share,
         )
     from deployments.engine.mock.engine import MockEngine
     from transfer.memory.in_process_plane import InProcessPlane
@@ -56,7 +56,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
         host=identity.host,
         handoff_timeout_s=config.channel.handoff_timeout_s,
         max_model_len=config.model.max_model_len,
-        longest_step_s=config.placement.longest_step_s,
+        prompt_share=config.placement.prompt_share,
         receives=identity.role is not Role.PREFILL or not pool.strict,
         plane=plane,
     )

@@ -177,6 +177,6 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         weights=placement.weights,
         limits=limits,
         moves=config.channel.kind != "vllm",
-        longest_step_s=placement.longest_step_s,
+        prompt_share=placement.prompt_share,
         slack=placement.admission_slack,
     )

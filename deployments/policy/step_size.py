@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from deployments.step_cost import Coefficients
 
 STEADY = 0.9
 """The longest step beside an answer, as a share of its TPOT objective: its last steps may be longer than predicted."""
 
+PROMPT_SHARE = 0.75
+"""The default of `placement.prompt_share`."""
+
 LEAST_SHARE = 0.25
 """The least share of a step's time that prompts get beside running answers, however little their objectives leave."""
 
 
-def allowed_step_s(tpot_s: float, longest_step_s: float) -> float:
-    """The longest step with prompts in it that a running answer allows. `tpot_s`: its objective; 0: none."""
-    return min(STEADY * tpot_s, longest_step_s) if tpot_s else longest_step_s
+def allowed_step_s(tpot_s: float, decoding_s: float, prompt_share: float) -> float:
+    """The longest step with prompts in it that a running answer allows.
+
+    `tpot_s`: its objective; 0: none. `decoding_s`: what the step takes without prompts. `prompt_share`: the share of a
+    step for prompts beside answers without an objective.
+    """
+    return STEADY * tpot_s if tpot_s else decoding_s / (1.0 - prompt_share)
 
 
 def prompt_budget(
@@ -24,30 +32,31 @@ def prompt_budget(
     sequences: int,
     context: int,
     begun_tokens: int,
-    allowed_step_s: float,
-    block_size: int = 1,
+    objectives: Collection[float],
+    prompt_share: float,
 ) -> int:
     """The most prompt tokens of the next step, at least 1.
 
     `step_tokens`: the most tokens in a step. `sequences`, `context`: the answers that run, and the tokens that they
-    hold together. `begun_tokens`: how much of the prompt is computed already. `allowed_step_s`: the longest step that
-    these answers allow, and those whose KV cache is about to arrive; infinite without any. Then prompts take the whole
-    step.
+    hold together. `begun_tokens`: how much of the prompt is computed already. `objectives`: the TPOT objectives of
+    these answers, and of those whose KV cache is about to arrive; 0 stands for none. Without any answer, prompts take
+    the whole step. `prompt_share`: see `allowed_step_s`.
 
     The step takes as long as the answers allow, and a quarter of it at least goes to prompts. A token costs more the
     more tokens are before it, so chunks shrink along a prompt.
     """
     whole = max(step_tokens - sequences, 1)
-    if not math.isfinite(allowed_step_s) or not any(steps):
+    if not objectives or not any(steps):
         return whole
     decoding_s = steps.step_s(0, 0, sequences, context)
-    left_s = max(allowed_step_s - decoding_s, decoding_s * LEAST_SHARE / (1.0 - LEAST_SHARE))
+    allowed_s = min(allowed_step_s(each, decoding_s, prompt_share) for each in objectives)
+    left_s = max(allowed_s - decoding_s, decoding_s * LEAST_SHARE / (1.0 - LEAST_SHARE))
     token_s, square_s = steps.prefill_token_s + begun_tokens * steps.prefill_context_s, steps.prefill_context_s / 2
     if token_s * whole + square_s * whole * whole <= left_s:
         return whole
     # The positive root of `square_s * n^2 + token_s * n = left_s`, in the form that is exact for small squares.
     tokens = 2 * left_s / (token_s + math.sqrt(token_s * token_s + 4 * square_s * left_s))
-    return max(1, int(tokens) // block_size * block_size or int(tokens))
+    return max(1, int(tokens))
 
 
 def share_of_one(budget: int, prompts: int, sequences: int) -> int:

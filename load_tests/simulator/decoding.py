@@ -7,12 +7,10 @@ block are known when it joins. Nothing has to be updated in between.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from itertools import count
 from typing import NamedTuple
 
-from deployments.policy.step_size import allowed_step_s
 from load_tests.simulator.work import Work
 
 
@@ -50,9 +48,10 @@ class DecodeBatch:
         self._objectives[work.tpot_s] += 1
         heapq.heappush(self._ends, (end_step, next(self._serial), work))
 
-    def allowed_step_s(self, longest_step_s: float) -> float:
-        """The longest step that the sequences allow; those without a TPOT objective allow `longest_step_s`."""
-        return min((allowed_step_s(each, longest_step_s) for each in self._objectives), default=math.inf)
+    @property
+    def objectives(self) -> set[float]:
+        """The TPOT objectives of the sequences; 0 stands for none."""
+        return set(self._objectives)
 
     def steps_left(self) -> int:
         """Steps until the first sequence ends. Raises IndexError when there is none."""

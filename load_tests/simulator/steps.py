@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deployments.messages import Finished, StepSample
-from deployments.policy.step_size import allowed_step_s, prompt_budget
+from deployments.policy.step_size import prompt_budget
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.span import Span
@@ -27,14 +26,14 @@ class Limits:
     """The most prompt tokens and sequences of a step.
 
     `span_steps`: the most decode steps taken at once; 1 simulates step by step. `noise_sigma`: of lognormal noise on
-    the time of a step. `longest_step_s`: as in the configuration.
+    the time of a step. `prompt_share`: as in the configuration.
     """
 
     batched_tokens: int = 8192
     sequences: int = 256
     span_steps: int = 1 << 30
     noise_sigma: float = 0.05
-    longest_step_s: float = 0.25
+    prompt_share: float = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,15 @@ class Pace:
 
         See `step_size.prompt_budget`.
         """
-        limits = self._limits
-        soon = (allowed_step_s(work.tpot_s, limits.longest_step_s) for work in coming)
-        allowed_s = min(soon, default=math.inf)
-        allowed_s = min(allowed_s, batch.allowed_step_s(limits.longest_step_s))
+        limits, objectives = self._limits, batch.objectives | {work.tpot_s for work in coming}
         return prompt_budget(
-            self._coefficients, limits.batched_tokens, len(batch), batch.context, begun_tokens, allowed_s
+            self._coefficients,
+            limits.batched_tokens,
+            len(batch),
+            batch.context,
+            begun_tokens,
+            objectives,
+            limits.prompt_share,
         )
 
     def step(self, now_s: float, batch: DecodeBatch, steps: int, chunks: list[tuple[Work, int]], context: int) -> Step:

@@ -16,7 +16,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 
 from app.launch.config import LaunchError, load_config, model_of, with_surge
 from app.main import NO_LIMIT, build
-from configs.schema import BatonConfig, Section
+from configs.schema import BatonConfig, Section, role_of
 from deployments.engine.build import environment
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -223,13 +223,45 @@ def test_sections_are_frozen_and_closed() -> None:
 @each_config
 def test_the_launcher_names_a_wrong_key_and_the_file(path: Path, tmp_path: Path) -> None:
     spoilt = yaml.safe_load(path.read_text())
-    spoilt["applications"][0]["args"]["prefill"]["enginee"] = {}
+    args = spoilt["applications"][0]["args"]
+    pool = args["prefill"] if "prefill" in args else args["mixed"]["main"]
+    pool["enginee"] = {}
     file = tmp_path / path.name
     file.write_text(yaml.safe_dump(spoilt))
     with pytest.raises(LaunchError) as caught:
         load_config(file, None)
-    assert "prefill.enginee" in str(caught.value)
+    assert ".enginee" in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+def test_the_section_of_a_pool_is_its_role() -> None:
+    pool = {"engine": {"kind": "mock"}}
+    config = BatonConfig.model_validate({"prefill": pool, "decode": {"a": pool}, "mixed": {"b": pool}})
+    assert {name: role_of(name) for name in config.pools} == {
+        "prefill": "prefill",
+        "decode-a": "decode",
+        "mixed-b": "mixed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pools", "error"),
+    [
+        ({}, "no pool"),
+        ({"prefill": {}}, "a decode pool is missing"),
+        ({"decode": {"main": {}}}, "a prefill pool is missing"),
+        ({"mixed": {"main": {"strict": True}}}, "mixed-main: strict is for prefill and decode pools"),
+        ({"mixed": {"a b": {}}}, "mixed pool name 'a b'"),
+    ],
+)
+def test_pools_that_cannot_serve_are_refused(pools: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValidationError, match=error):
+        BatonConfig.model_validate(pools)
+
+
+@pytest.mark.parametrize("pools", [{"mixed": {"main": {}}}, {"mixed": {"main": {}}, "prefill": {}}])
+def test_mixed_pools_need_no_others(pools: dict[str, Any]) -> None:
+    assert BatonConfig.model_validate(pools).pools
 
 
 # ---- the application
@@ -256,7 +288,7 @@ def test_the_graph(path: Path) -> None:
     found = deployments(application)
     assert ray.is_initialized() == ray_runs, "building starts nothing"
     assert application._bound_deployment.name == "ingress"
-    assert set(found) == {"ingress", "session-manager", "prefill", *(f"decode-{name}" for name in config.decode)}
+    assert set(found) == {"ingress", "session-manager", *config.pools}
     assert found["session-manager"].num_replicas == 1, "the ledger has one owner"
     assert found["ingress"].num_replicas == config.ingress.replicas
 

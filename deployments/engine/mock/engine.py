@@ -42,7 +42,7 @@ class MockEngine:
     """A stand-in for an engine: it has an engine's pace, but is no language model.
 
     `handoff_timeout_s`: the time from an offer of blocks until their KV must be there. `plane`: carries the KV. The
-    default plane reaches engines of the same process only. `longest_step_s`: as in the configuration. `receives`: other
+    default plane reaches engines of the same process only. `prompt_share`: as in the configuration. `receives`: other
     engines write KV to this one.
     """
 
@@ -56,13 +56,13 @@ class MockEngine:
         host: str,
         handoff_timeout_s: float,
         max_model_len: int,
-        longest_step_s: float = 0.25,
+        prompt_share: float = 0.75,
         receives: bool = True,
         plane: Plane | None = None,
     ) -> None:
         self._config, self._max_model_len = config, max_model_len
         self._fingerprint = fingerprint
-        self._scheduler = MockScheduler(config, longest_step_s)
+        self._scheduler = MockScheduler(config, prompt_share)
         self._memory = MockMemory(config.num_layers, config.num_blocks, config.block_size, config.seed)
         plane = plane or InProcessPlane(f"{replica_id}-{uuid.uuid4().hex[:8]}")
         layout = self._memory.layout({"fingerprint": fingerprint})

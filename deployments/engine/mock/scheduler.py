@@ -7,14 +7,13 @@ or writes them.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from configs.schema import MockEngineConfig
 from deployments.engine.mock.sequence import Sequence
 from deployments.messages import StepSample
-from deployments.policy.step_size import allowed_step_s, prompt_budget, share_of_one
+from deployments.policy.step_size import prompt_budget, share_of_one
 from deployments.step_cost import Coefficients
 from transfer.memory.blocks import blocks_for
 
@@ -54,10 +53,10 @@ def steps_of(config: MockEngineConfig) -> Coefficients:
 
 
 class MockScheduler:
-    """Owns every sequence and every block of one mock engine. `longest_step_s`: as in the configuration."""
+    """Owns every sequence and every block of one mock engine. `prompt_share`: as in the configuration."""
 
-    def __init__(self, config: MockEngineConfig, longest_step_s: float) -> None:
-        self._config, self._longest_step_s = config, longest_step_s
+    def __init__(self, config: MockEngineConfig, prompt_share: float) -> None:
+        self._config, self._prompt_share = config, prompt_share
         self._free = deque(range(config.num_blocks))
         self._sequences: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
@@ -145,10 +144,10 @@ class MockScheduler:
         answers = [each for each in self.running if each.computed >= each.prompt_tokens]
         prompts = [each for each in (*self.running, *self.waiting) if each.computed < each.prompt_tokens]
         prompts = [each for each in prompts if not each.must_load]
-        allowed = (allowed_step_s(each.request.tpot_s, self._longest_step_s) for each in answers)
+        objectives = {each.request.tpot_s for each in (*answers, *self.loading.values())}
         context, begun = sum(each.computed for each in answers), prompts[0].computed if prompts else 0
         steps, whole = steps_of(self._config), self._config.max_num_batched_tokens
-        budget = prompt_budget(steps, whole, len(answers), context, begun, min(allowed, default=math.inf))
+        budget = prompt_budget(steps, whole, len(answers), context, begun, objectives, self._prompt_share)
         # A sequence whose KV has just come takes a token, too.
         return min(budget + len(answers) + len(self.waiting), whole), share_of_one(budget, len(prompts), len(answers))
 

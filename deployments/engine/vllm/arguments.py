@@ -34,7 +34,7 @@ class EngineArguments:
 
     `model_path`: a checkpoint directory or a Hugging Face name. `secret`: the deployment's, which seals control
     messages. `host`: the address at which peers reach the channel. `device`: whose data sheet gives the first guess of
-    its speed; None: the one that vLLM says it runs on. `strict`, `longest_step_s`: as in the configuration.
+    its speed; None: the one that vLLM says it runs on. `strict`, `prompt_share`: as in the configuration.
     """
 
     config: VllmEngineConfig
@@ -47,7 +47,7 @@ class EngineArguments:
     host: str
     device: str | None = None
     strict: bool = False
-    longest_step_s: float = 0.25
+    prompt_share: float = 0.75
 
     @property
     def kv_role(self) -> Literal["kv_producer", "kv_consumer", "kv_both"]:
@@ -91,7 +91,7 @@ class EngineArguments:
             prior = prior_of(vllm_config, self.device) or tuple(UNKNOWN)
             vllm_config.kv_transfer_config.kv_connector_extra_config |= {
                 "prior": prior,
-                "longest_step_s": self.longest_step_s,
+                "prompt_share": self.prompt_share,
             }
         return vllm_config
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def pace_of(extra: dict[str, Any]) -> StepPace:
     """The pace of the scheduler that makes its connector now. `extra`: the connector's own configuration."""
-    return StepPace(scheduler_on_the_stack(), Coefficients(*extra["prior"]), extra["longest_step_s"])
+    return StepPace(scheduler_on_the_stack(), Coefficients(*extra["prior"]), extra["prompt_share"])
 
 
 def sample_of(report: StepReport) -> StepSample:

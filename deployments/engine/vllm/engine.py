@@ -31,7 +31,7 @@ RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a c
 class VllmEngine:
     """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name.
 
-    `device`, `strict`, `longest_step_s`: see `EngineArguments`.
+    `device`, `strict`, `prompt_share`: see `EngineArguments`.
     """
 
     _worker_extension = "transfer.vllm.connector.WorkerExtension"
@@ -49,10 +49,10 @@ class VllmEngine:
         host: str,
         device: str | None = None,
         strict: bool = False,
-        longest_step_s: float = 0.25,
+        prompt_share: float = 0.75,
     ) -> None:
         self._arguments = EngineArguments(
-            config, model, channel, model_path, role, replica_id, secret, host, device, strict, longest_step_s
+            config, model, channel, model_path, role, replica_id, secret, host, device, strict, prompt_share
         )
         self._client: AsyncMPClient | None = None
         self._total_blocks = 0

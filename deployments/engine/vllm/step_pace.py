@@ -7,7 +7,6 @@ tests/deployments/engine/vllm/test_scheduler_contract.py checks that the schedul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from deployments.messages import StepSample
 from deployments.policy.prediction.step_time import StepModel
-from deployments.policy.step_size import allowed_step_s, prompt_budget, share_of_one
+from deployments.policy.step_size import prompt_budget, share_of_one
 from deployments.step_cost import Coefficients
 from transfer.vllm.scheduler_side import handed_over
 
@@ -33,17 +32,17 @@ TPOT_S = "baton_tpot_s"
 class StepPace:
     """Sets the size of each step of one scheduler.
 
-    `prior`: what steps take, before any was seen. `longest_step_s`: of a step with prompts beside answers without an
-    objective. A share of one prompt that the configuration gives (`long_prefill_token_threshold`) stays as it is.
+    `prior`: what steps take, before any was seen. `prompt_share`: as in the configuration. A share of one prompt
+    that the configuration gives (`long_prefill_token_threshold`) stays as it is.
     """
 
-    def __init__(self, scheduler: Scheduler, prior: Coefficients, longest_step_s: float) -> None:
-        self._scheduler, self._longest_step_s = scheduler, longest_step_s
+    def __init__(self, scheduler: Scheduler, prior: Coefficients, prompt_share: float) -> None:
+        self._scheduler, self._prompt_share = scheduler, prompt_share
         self._model = StepModel(prior)
         self._whole = scheduler.max_num_scheduled_tokens
         self._sets_share = not scheduler.scheduler_config.long_prefill_token_threshold
         self._prompts = self._answers = self._context = self._begun = 0
-        self._allowed_s = math.inf
+        self._objectives: set[float] = set()
 
     def begin(self) -> None:
         """A request has come, and waits for the next step."""
@@ -62,27 +61,30 @@ class StepPace:
         self._answers, self._prompts = len(answering), len(prompts) + len(self._scheduler.waiting)
         self._context = sum(each.num_tokens for each in answering)
         self._begun = handed_over(prompts[0]) - left[prompts[0].request_id] if prompts else 0
-        self._allowed_s = min(map(self._allowed, (*answering, *coming)), default=math.inf)
+        self._objectives = set(map(_objective_s, (*answering, *coming)))
         self._set()
 
     def learn(self, step: StepSample) -> None:
         """A step is over."""
         self._model.observe(step)
 
-    def _allowed(self, request: Request) -> float:
-        """The longest step that an answer allows."""
-        extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-        return allowed_step_s((extra or {}).get(TPOT_S, 0.0), self._longest_step_s)
-
     def _set(self) -> None:
         steps, answers = self._model.coefficients, self._answers
-        budget = prompt_budget(steps, self._whole, answers, self._context, self._begun, self._allowed_s)
+        budget = prompt_budget(
+            steps, self._whole, answers, self._context, self._begun, self._objectives, self._prompt_share
+        )
         # An answer whose KV cache arrives meanwhile waits, and takes a token in the step after it has come.
         coming = sum(self._scheduler.get_request_counts()) - len(self._scheduler.running)
         self._scheduler.max_num_scheduled_tokens = min(budget + answers + coming, self._whole)
         if self._sets_share:
             share = share_of_one(budget, self._prompts, answers)
             self._scheduler.scheduler_config.long_prefill_token_threshold = share if share < self._whole else 0
+
+
+def _objective_s(request: Request) -> float:
+    """The TPOT objective of an answer; 0 where it has none."""
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    return float((extra or {}).get(TPOT_S, 0.0))
 
 
 def _left(request: Request, scheduled: Mapping[str, int]) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from deployments.fleet.columns import Codes, Columns, Kind, Numbers
 from deployments.fleet.prompt_flow import WINDOW_S
 from deployments.messages import SessionRequest
-from deployments.policy.step_size import LEAST_SHARE, STEADY
+from deployments.policy.step_size import LEAST_SHARE, PROMPT_SHARE, STEADY
 from deployments.step_cost import Coefficients
 
 NO_ROWS: Codes = np.zeros(0, np.int64)
@@ -73,7 +73,7 @@ class Outlook:
 
     A number that depends only on the kind of replica is computed once per kind. `hit_rows`: the replicas that have some
     of the prompt in their caches. `hit_tokens`: how much each of them has. With a system prompt that all conversations
-    share, that is nearly every replica. `longest_step_s`: the longest step beside answers without a TPOT objective.
+    share, that is nearly every replica. `prompt_share`: as in the configuration.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Outlook:
         columns: Columns,
         knowledge: Knowledge,
         now_s: float,
-        longest_step_s: float = math.inf,
+        prompt_share: float = PROMPT_SHARE,
     ) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
-        self._longest_step_s = longest_step_s
+        self._prompt_share = prompt_share
         self.hit_rows, self.hit_tokens = self._find_hits(knowledge.hits) if knowledge.hits else (NO_ROWS, NO_TOKENS)
 
     def _find_hits(self, hits: Mapping[str, int]) -> tuple[Codes, Numbers]:
@@ -133,13 +133,12 @@ class Outlook:
         return answers
 
     @cached_property
-    def allowed_step_s(self) -> Numbers:
-        """The longest step that the answers allow, running and pending, by their mean TPOT objective; else infinite."""
+    def objective_s(self) -> Numbers:
+        """The TPOT objective of the answers on each replica, running and pending, in the mean; infinite without any."""
         columns, bound = self.columns, self.columns["bound"]
-        by_objective = STEADY * columns["bound_tpot_s"] / np.maximum(bound, 1.0)
-        longest = np.where(self.answers + columns["pending"] > 0, self._longest_step_s, np.inf)
-        allowed: Numbers = np.where(bound > 0, np.minimum(by_objective, longest), longest)
-        return allowed
+        mean_s = columns["bound_tpot_s"] / np.maximum(bound, 1.0)
+        objective_s: Numbers = np.where(bound > 0, mean_s, np.inf)
+        return objective_s
 
     @cached_property
     def prompts_per_s(self) -> Numbers:
@@ -158,14 +157,26 @@ class Outlook:
         left: Numbers = np.exp((self.columns["flow_at_s"] - self.now_s) / WINDOW_S) / WINDOW_S
         return left
 
-    def share(self, answers: Numbers, allowed_step_s: Numbers | None = None) -> Numbers:
-        """The share of each step that goes to prompts, beside so many answers.
+    def beside_step_s(self, answers: Numbers, tpot_s: float = math.inf) -> Numbers:
+        """The longest step with prompts in it, beside so many answers; infinite without any.
 
-        A step is as long as its decoding and one chunk take, or as long as the running answers allow.
+        `tpot_s`: the objective of one more answer.
         """
         decoding_s = self._base_s + answers * self._answer_s
-        allowed_s = self.allowed_step_s if allowed_step_s is None else allowed_step_s
-        step_s = np.minimum(np.maximum(allowed_s, decoding_s / (1.0 - LEAST_SHARE)), decoding_s + self.chunk_s)
+        objective_s = np.minimum(self.objective_s, tpot_s)
+        has_answers = answers + self.columns["pending"] > 0
+        free_s = np.where(has_answers, decoding_s / (1.0 - self._prompt_share), np.inf)
+        allowed_s = np.where(objective_s < np.inf, STEADY * objective_s, free_s)
+        step_s: Numbers = np.maximum(allowed_s, decoding_s / (1.0 - LEAST_SHARE))
+        return step_s
+
+    def share(self, answers: Numbers, tpot_s: float = math.inf) -> Numbers:
+        """The share of each step that goes to prompts, beside so many answers.
+
+        A step is as long as its decoding and one chunk take, or as long as the answers allow.
+        """
+        decoding_s = self._base_s + answers * self._answer_s
+        step_s = np.minimum(self.beside_step_s(answers, tpot_s), decoding_s + self.chunk_s)
         share: Numbers = 1.0 - decoding_s / np.maximum(step_s, TINY_S)
         return np.maximum(share, TINY_S)
 

@@ -19,7 +19,7 @@ from deployments.fleet.view import View
 from deployments.messages import Mode, ReplicaInfo, Role, SessionRequest
 from deployments.policy.chance import Chance
 from deployments.policy.placement.estimates import Knowledge, Limits, Outlook
-from deployments.policy.step_size import allowed_step_s
+from deployments.policy.step_size import PROMPT_SHARE
 from transfer.memory.blocks import blocks_for
 
 TURN_SHARE = 0.5
@@ -37,8 +37,8 @@ class PlacementSettings:
     are split wherever that is possible; otherwise where it is expected to cost less. `prefill_queue_s`: the most
     predicted work with which a prefill replica still takes a prompt; None: no limit. `max_retry_after_s`: the longest
     time that a client is told to stay away. `limits`: by pool; a pool without limits takes any request. `moves`: any
-    replica can hand over KV, also that of a session that it gives up. `longest_step_s`: the longest step beside answers
-    without a TPOT objective. `slack`: the share of an objective that a predicted time may reach.
+    replica can hand over KV, also that of a session that it gives up. `prompt_share`: as in the configuration.
+    `slack`: the share of an objective that a predicted time may reach.
     """
 
     split_min_prompt_tokens: int = 1
@@ -50,7 +50,7 @@ class PlacementSettings:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     limits: Mapping[str, Limits] = field(default_factory=dict)
     moves: bool = True
-    longest_step_s: float = math.inf
+    prompt_share: float = PROMPT_SHARE
     slack: float = 1.0
 
 
@@ -74,13 +74,8 @@ class Field:
         self.request, self.view, self.settings, self.knowledge = request, view, settings, knowledge
         self.rng, self.objectives = rng, objectives
         self.columns = view.columns
-        self.outlook = Outlook(request, self.columns, knowledge, view.now_s, settings.longest_step_s)
+        self.outlook = Outlook(request, self.columns, knowledge, view.now_s, settings.prompt_share)
         self.modes = _modes(request, settings)
-
-    @property
-    def answer_step_s(self) -> float:
-        """The longest step that this request's answer allows."""
-        return allowed_step_s(self.objectives[1], self.settings.longest_step_s)
 
     @cached_property
     def owners(self) -> Flags:

@@ -17,7 +17,6 @@ from deployments.fleet.columns import Codes, Flags, Numbers
 from deployments.policy.placement.choice import Choice, near_s
 from deployments.policy.placement.estimates import TINY_S
 from deployments.policy.placement.field import Field
-from deployments.policy.step_size import LEAST_SHARE
 
 CANDIDATES = 16
 """The number of the best replicas of each side that are paired."""
@@ -110,10 +109,8 @@ class Costs:
         While a prompt is computed, steps are as long as the answers allow, and prompts get a smaller share of them.
         """
         weights, outlook, columns, steps = self._weights, self._outlook, self._columns, self._steps
-        allowed_s = np.minimum(outlook.allowed_step_s, self._here.answer_step_s)
-        beside_s = np.minimum(
-            np.maximum(allowed_s, outlook.step_s / (1.0 - LEAST_SHARE)), outlook.step_s + outlook.whole_step_s
-        )
+        longest_s = outlook.beside_step_s(outlook.answers + 1.0, self._here.objectives[1])
+        beside_s = np.maximum(np.minimum(longest_s, outlook.step_s + outlook.whole_step_s), outlook.step_s)
         load = outlook.prefill_load
         step_s = outlook.step_s + load * (beside_s - outlook.step_s)
         cost_s: Numbers = (steps * weights.decode) * step_s
@@ -129,8 +126,8 @@ class Costs:
     def slower(self) -> Numbers:
         """How much longer a prompt takes on each replica with this answer beside it, as a share of its time without."""
         outlook = self._outlook
-        allowed_s = np.minimum(outlook.allowed_step_s, self._here.answer_step_s)
-        slower = outlook.share(outlook.answers) / outlook.share(outlook.answers + 1.0, allowed_s) - 1.0
+        with_it = outlook.share(outlook.answers + 1.0, self._here.objectives[1])
+        slower = outlook.share(outlook.answers) / with_it - 1.0
         return np.maximum(slower, 0.0)
 
     @cached_property
@@ -147,7 +144,7 @@ class Costs:
         objective_s = self._here.objectives[1]
         if objective_s < np.inf:
             alone_s = np.maximum(outlook.whole_step_s, outlook.chunk_s)
-            step_s = np.where(outlook.answers > 0, np.minimum(outlook.allowed_step_s, alone_s), alone_s)
+            step_s = np.minimum(outlook.beside_step_s(outlook.answers), alone_s)
             chance = np.where(prompts > 0, 1.0, outlook.prefill_load)
             spare_s = np.maximum(self._steps * (objective_s - outlook.step_s), TINY_S)
             cost_s += weights.late * chance * _late_s(step_s, spare_s)

@@ -193,9 +193,9 @@ async def test_prompts_alone_take_whole_steps_one_after_the_other(make_mock: Any
 
 
 async def test_beside_an_answer_a_step_is_no_longer_than_it_allows(make_mock: Any, start: Any) -> None:
-    """A prompt token takes 1 ms, so a step of 4 ms has room for three tokens and the answer's own."""
+    """A step takes 1 ms, and a prompt token as long: three quarters of a step are three of them."""
     slow = SMALL.model_copy(update={"prefill_tokens_per_s": 1000.0, "step_s": 0.001})
-    engine = await start(make_mock(Role.DECODE, slow, max_model_len=64, longest_step_s=0.004))
+    engine = await start(make_mock(Role.DECODE, slow, max_model_len=64, prompt_share=0.75))
     answer = await engine.send("answer", [7] * 4, max_tokens=48)
     await engine.until(lambda load: load.running == 1)
     await engine.generate("prompt", [7] * 30, max_tokens=1)

@@ -183,15 +183,15 @@ def test_an_answer_that_the_grammar_forbids_ends_with_an_error(core: Core, monke
 PRIOR = Coefficients(0.01, 0.001, 0.0, 0.001, 0.0)
 
 
-def paced(core: Core, longest_step_s: float) -> StepPace:
-    pace = StepPace(core.scheduler, PRIOR, longest_step_s)
+def paced(core: Core, prompt_share: float) -> StepPace:
+    pace = StepPace(core.scheduler, PRIOR, prompt_share)
     core.connector.pace = pace
     return pace
 
 
 def test_the_scheduler_heeds_the_size_of_the_next_step(core: Core) -> None:
-    """Beside an answer, 20 ms of a step of 31 ms are left for prompts, at 1 ms a token."""
-    paced(core, longest_step_s=0.031)
+    """Beside an answer whose step takes 11 ms, prompts get 65% of the step: 20 tokens at 1 ms each."""
+    paced(core, prompt_share=0.65)
     core.add("answer", tokens(5))
     assert core.step() == {"answer": 5}
     core.add("long", tokens(200)[::-1])
@@ -200,7 +200,7 @@ def test_the_scheduler_heeds_the_size_of_the_next_step(core: Core) -> None:
 
 
 def test_prompts_take_whole_steps_where_no_answer_runs(core: Core) -> None:
-    paced(core, longest_step_s=0.031)
+    paced(core, prompt_share=0.65)
     core.add("long", tokens(200))
     core.add("next", tokens(30)[::-1])
     assert core.step() == {"long": CHUNK}
@@ -208,7 +208,7 @@ def test_prompts_take_whole_steps_where_no_answer_runs(core: Core) -> None:
 
 
 def test_two_prompts_beside_an_answer_have_half_each_and_the_answer_its_token(core: Core) -> None:
-    paced(core, longest_step_s=0.031)
+    paced(core, prompt_share=0.65)
     core.add("answer", tokens(5))
     core.step()
     core.add("long", tokens(200)[::-1])
@@ -219,7 +219,7 @@ def test_two_prompts_beside_an_answer_have_half_each_and_the_answer_its_token(co
 
 
 def test_the_tightest_objective_of_the_answers_counts(core: Core) -> None:
-    paced(core, longest_step_s=1.0)
+    paced(core, prompt_share=0.95)
     core.add("answer", tokens(5), extra_args={TPOT_S: 0.031 / STEADY})
     core.step()
     core.add("long", tokens(200)[::-1])
@@ -227,7 +227,7 @@ def test_the_tightest_objective_of_the_answers_counts(core: Core) -> None:
 
 
 def test_an_answer_whose_kv_cache_is_coming_counts_as_one_that_runs(core: Core) -> None:
-    paced(core, longest_step_s=0.031)
+    paced(core, prompt_share=0.65)
     core.connector.matched = (32, True)
     core.add("coming", tokens(40))
     core.step()
@@ -238,7 +238,7 @@ def test_an_answer_whose_kv_cache_is_coming_counts_as_one_that_runs(core: Core) 
 
 def test_a_share_that_is_configured_stays(core: Core) -> None:
     core.scheduler.scheduler_config.long_prefill_token_threshold = 7
-    paced(core, longest_step_s=1.0)
+    paced(core, prompt_share=0.95)
     core.add("answer", tokens(5))
     core.add("long", tokens(200)[::-1])
     assert core.step()["long"] == 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from deployments.step_cost import Coefficients
 
@@ -12,6 +12,9 @@ STEADY = 0.9
 
 PROMPT_SHARE = 0.75
 """The default of `placement.prompt_share`."""
+
+LOOKED_AT = 16
+"""The most waiting prompts that an engine looks at, to find one that is short."""
 
 LEAST_SHARE = 0.25
 """The least share of a step's time that prompts get beside running answers, however little their objectives leave."""
@@ -59,12 +62,14 @@ def prompt_budget(
     return max(1, int(tokens))
 
 
-def share_of_one(budget: int, prompts: int, sequences: int) -> int:
-    """The most tokens of one prompt in a step whose `prompts` prompts together take `budget`, at least 1.
+def share_of_one(budget: int, prompts: Sequence[int]) -> int:
+    """The most tokens of one prompt in a step whose prompts together take `budget`, at least 1.
 
-    `sequences`: the answers that run. Engines serve what runs before what waits, and a prompt that is being computed
-    runs. Beside answers, steps are short and a long prompt takes many of them. There it leaves half of each to other
-    prompts, so that short ones need not wait until it is computed. Without answers one prompt follows the other, which
-    makes their mean wait the least.
+    `prompts`: the tokens that each prompt has yet to compute, in the order in which the engine serves them. Engines
+    serve what runs before what waits, and a prompt that is being computed runs. Where a shorter prompt is behind the
+    first one, the first leaves the tokens that it needs, but no more than half. Otherwise one prompt follows the other,
+    which makes their mean wait the least.
     """
-    return max(budget // 2, 1) if prompts > 1 and sequences else budget
+    if len(prompts) < 2 or (shortest := min(prompts[1:])) >= prompts[0]:
+        return budget
+    return max(budget - shortest, budget // 2, 1)

@@ -12,7 +12,7 @@ import random
 from collections import deque
 
 from deployments.messages import ReplicaInfo
-from deployments.policy.step_size import share_of_one
+from deployments.policy.step_size import LOOKED_AT, share_of_one
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.memory import BlockMemory
@@ -202,10 +202,12 @@ class Replica:
 
     def _budget(self) -> tuple[int, int]:
         """The most prompt tokens of the next step, and of one sequence in it."""
-        waiting = sum(not work.loads for work in itertools.islice(self.waiting, 2))
+        self.prefilling.sort(key=lambda work: work.target - work.computed)
+        waiting = (work for work in itertools.islice(self.waiting, LOOKED_AT) if not work.loads)
+        left = [work.target - work.computed for work in (*self.prefilling, *waiting)]
         begun = self.prefilling[0].computed if self.prefilling else 0
         budget = self._pace.prompt_budget(self.batch, self._coming.values(), begun)
-        return budget, share_of_one(budget, len(self.prefilling) + waiting, len(self.batch))
+        return budget, share_of_one(budget, left)
 
     def _chunks(self) -> tuple[list[tuple[Work, int]], int]:
         """The prompt tokens of the next step, oldest sequences first, and the sum of the tokens before each."""

@@ -127,7 +127,7 @@ class MockScheduler:
     def plan(self) -> Plan:
         """Decide the next step: answers first, then prompts, then new requests while tokens, seats and blocks last."""
         plan = Plan()
-        self.running.sort(key=lambda sequence: sequence.computed < sequence.prompt_tokens)
+        self.running.sort(key=lambda sequence: max(sequence.prompt_tokens - sequence.computed, 0))
         budget, most = self._budget()
         for sequence in list(self.running):
             if budget and sequence not in plan.preempted:
@@ -145,11 +145,12 @@ class MockScheduler:
         prompts = [each for each in (*self.running, *self.waiting) if each.computed < each.prompt_tokens]
         prompts = [each for each in prompts if not each.must_load]
         objectives = {each.request.tpot_s for each in (*answers, *self.loading.values())}
+        left = [each.prompt_tokens - each.computed for each in prompts]
         context, begun = sum(each.computed for each in answers), prompts[0].computed if prompts else 0
         steps, whole = steps_of(self._config), self._config.max_num_batched_tokens
         budget = prompt_budget(steps, whole, len(answers), context, begun, objectives, self._prompt_share)
         # A sequence whose KV has just come takes a token, too.
-        return min(budget + len(answers) + len(self.waiting), whole), share_of_one(budget, len(prompts), len(answers))
+        return min(budget + len(answers) + len(self.waiting), whole), share_of_one(budget, left)
 
     def _admit(self, plan: Plan, budget: int, most: int) -> None:
         while self.waiting:

@@ -44,7 +44,7 @@ class PacedConnector(BatonConnector):
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
-        self._pace.begin()
+        self._pace.begin(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         self._pace.plan(scheduler_output.num_scheduled_tokens)

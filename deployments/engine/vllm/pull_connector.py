@@ -65,7 +65,7 @@ class NixlConnector(NixlPullConnector):
 
     def on_new_request(self, request: Request) -> None:
         self._answered.begin(request)
-        self._pace.begin()
+        self._pace.begin(request)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -8,13 +8,14 @@ tests/deployments/engine/vllm/test_scheduler_contract.py checks that the schedul
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
 from deployments.messages import StepSample
 from deployments.policy.prediction.step_time import StepModel
-from deployments.policy.step_size import prompt_budget, share_of_one
+from deployments.policy.step_size import LOOKED_AT, prompt_budget, share_of_one
 from deployments.step_cost import Coefficients
 from transfer.vllm.scheduler_side import handed_over
 
@@ -41,24 +42,26 @@ class StepPace:
         self._model = StepModel(prior)
         self._whole = scheduler.max_num_scheduled_tokens
         self._sets_share = not scheduler.scheduler_config.long_prefill_token_threshold
-        self._prompts = self._answers = self._context = self._begun = 0
+        self._answers = self._context = self._begun = 0
+        self._prompts: list[int] = []
         self._objectives: set[float] = set()
 
-    def begin(self) -> None:
+    def begin(self, request: Request) -> None:
         """A request has come, and waits for the next step."""
-        self._prompts += 1
+        self._prompts.append(handed_over(request))
         self._set()
 
     def plan(self, scheduled: Mapping[str, int]) -> None:
         """Set the size of the next step. `scheduled`: the tokens of the step that was scheduled now, by request."""
         running = self._scheduler.running
         left = {each.request_id: _left(each, scheduled) for each in running}
-        # Engines serve in this order, and a step that ends with the prompts leaves no answer out.
-        running.sort(key=lambda request: left[request.request_id] > 0)
+        # Engines serve in this order: answers first, so that a step leaves none out, then the prompts that end soonest.
+        running.sort(key=lambda request: max(left[request.request_id], 0))
         answering = [each for each in running if left[each.request_id] <= 0]
         prompts = running[len(answering) :]
         coming = [each for each in self._scheduler.kv_holding_waiting if each.status is LOADING]
-        self._answers, self._prompts = len(answering), len(prompts) + len(self._scheduler.waiting)
+        waiting = map(handed_over, islice(self._scheduler.waiting, LOOKED_AT))
+        self._answers, self._prompts = len(answering), [*(left[each.request_id] for each in prompts), *waiting]
         self._context = sum(each.num_tokens for each in answering)
         self._begun = handed_over(prompts[0]) - left[prompts[0].request_id] if prompts else 0
         self._objectives = set(map(_objective_s, (*answering, *coming)))
@@ -77,7 +80,7 @@ class StepPace:
         coming = sum(self._scheduler.get_request_counts()) - len(self._scheduler.running)
         self._scheduler.max_num_scheduled_tokens = min(budget + answers + coming, self._whole)
         if self._sets_share:
-            share = share_of_one(budget, self._prompts, answers)
+            share = share_of_one(budget, self._prompts)
             self._scheduler.scheduler_config.long_prefill_token_threshold = share if share < self._whole else 0
 
 

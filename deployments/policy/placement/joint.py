@@ -141,11 +141,12 @@ class Costs:
         waits_s = np.minimum(outlook.queue_s, self._steps * outlook.step_s)
         cost_s: Numbers = weights.decode * waits_s + weights.others * prompts * outlook.queue_s * self.slower
         cost_s = np.where(prompts > 0, cost_s, 0.0)
+        whole_s = np.maximum(outlook.whole_step_s, outlook.chunk_s)
+        step_s = np.minimum(outlook.beside_step_s(outlook.answers), whole_s)
+        chance = np.where(prompts > 0, 1.0, outlook.prefill_load)
+        cost_s += weights.decode * chance * step_s / 2
         objective_s = self._here.objectives[1]
         if objective_s < np.inf:
-            alone_s = np.maximum(outlook.whole_step_s, outlook.chunk_s)
-            step_s = np.minimum(outlook.beside_step_s(outlook.answers), alone_s)
-            chance = np.where(prompts > 0, 1.0, outlook.prefill_load)
             spare_s = np.maximum(self._steps * (objective_s - outlook.step_s), TINY_S)
             cost_s += weights.late * chance * _late_s(step_s, spare_s)
         return cost_s

@@ -117,18 +117,27 @@ def test_a_prompt_beside_it_slows_a_running_answer_by_its_chunks() -> None:
 
 
 def test_prompts_alone_take_whole_steps_one_after_the_other() -> None:
-    long, short = (0.0, Work("long", 1, 90, 2)), (0.0, Work("short", 1, 12, 2))
-    alone = play(replica(), [long])
-    assert alone.first["long"] == pytest.approx(STEPS.prefill_s(90, 0, 32))
-    assert play(replica(), [long, short]).first["short"] > alone.first["long"]
+    first, later = (0.0, Work("first", 1, 90, 2)), (0.0, Work("next", 1, 95, 2))
+    alone = play(replica(), [first])
+    assert alone.first["first"] == pytest.approx(STEPS.prefill_s(90, 0, 32))
+    both = play(replica(), [first, later])
+    assert both.first["next"] > both.first["first"] == pytest.approx(alone.first["first"], rel=0.2)
+
+
+def test_a_short_prompt_has_its_tokens_beside_a_long_one() -> None:
+    both = play(replica(), [(0.0, Work("long", 1, 90, 2)), (0.0, Work("short", 1, 12, 2))])
+    assert both.first["short"] == pytest.approx(STEPS.step_s(32, 20 * 19 / 2 + 12 * 11 / 2, 0, 0))
 
 
 def test_beside_an_answer_with_an_objective_steps_are_short_and_a_long_prompt_leaves_half_of_them() -> None:
     """A quarter of each step at least goes to prompts: 34 tokens beside this answer, of 128 in a step."""
     limits = replace(QUIET, batched_tokens=128)
-    later = [(0.05, Work("long", 1, 400, 2)), (0.05, Work("short", 1, 8, 2))]
-    free = play(replica(limits=limits), [(0.0, Work("answer", 1, 8, 90)), *later])
-    bound = play(replica(limits=limits), [(0.0, Work("answer", 1, 8, 90, tpot_s=0.001)), *later])
+
+    def played(answer: Work) -> Played:
+        later = [(0.05, Work("long", 1, 400, 2)), (0.05, Work("short", 1, 8, 2))]
+        return play(replica(limits=limits), [(0.0, answer), *later])
+
+    free, bound = played(Work("answer", 1, 8, 90)), played(Work("answer", 1, 8, 90, tpot_s=0.001))
     assert bound.first["long"] > 1.5 * free.first["long"]
     assert bound.first["short"] < bound.first["long"] / 2
 

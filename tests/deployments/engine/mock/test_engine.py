@@ -185,10 +185,19 @@ async def test_long_prompts_are_prefilled_in_chunks(make_mock: Any, start: Any) 
 
 async def test_prompts_alone_take_whole_steps_one_after_the_other(make_mock: Any, start: Any) -> None:
     engine = await start(make_mock(Role.DECODE, SMALL, max_model_len=64))
-    answers = [await engine.send(name, [7] * count, max_tokens=1) for name, count in (("long", 14), ("short", 4))]
+    sizes = ("first", 14), ("next", 20), ("short", 4)
+    answers = [await engine.send(name, [7] * count, max_tokens=1) for name, count in sizes[:2]]
     await asyncio.gather(*(asyncio.wait_for(answer.done.wait(), 30) for answer in answers))
-    assert [output.request_id for step in engine.steps for output in step.outputs] == ["long", "short"]
-    assert [sample.prefill_tokens for step in engine.steps for sample in step.steps] == [16, 2]
+    assert [output.request_id for step in engine.steps for output in step.outputs] == ["first", "next"]
+    assert [sample.prefill_tokens for step in engine.steps for sample in step.steps] == [16, 16, 2]
+    await engine.close()
+
+
+async def test_a_short_prompt_has_its_tokens_beside_a_long_one(make_mock: Any, start: Any) -> None:
+    engine = await start(make_mock(Role.DECODE, SMALL, max_model_len=64))
+    answers = [await engine.send(name, [7] * count, max_tokens=1) for name, count in (("long", 30), ("short", 4))]
+    await asyncio.gather(*(asyncio.wait_for(answer.done.wait(), 30) for answer in answers))
+    assert [output.request_id for step in engine.steps for output in step.outputs] == ["short", "long"]
     await engine.close()
 
 

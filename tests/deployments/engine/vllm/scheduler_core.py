@@ -73,7 +73,7 @@ class Recorder(KVConnectorBase_V1):
         self._note("on_new_request")
         self.answered.begin(request)
         if self.pace is not None:
-            self.pace.begin()
+            self.pace.begin(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._note("get_num_new_matched_tokens")

@@ -201,13 +201,20 @@ def test_the_scheduler_heeds_the_size_of_the_next_step(core: Core) -> None:
 
 def test_prompts_take_whole_steps_where_no_answer_runs(core: Core) -> None:
     paced(core, prompt_share=0.65)
+    core.add("first", tokens(200))
+    core.add("next", tokens(210)[::-1])
+    assert core.step() == {"first": CHUNK}
+    assert core.step() == {"first": CHUNK}
+
+
+def test_a_short_prompt_has_its_tokens_beside_a_long_one(core: Core) -> None:
+    paced(core, prompt_share=0.65)
     core.add("long", tokens(200))
-    core.add("next", tokens(30)[::-1])
-    assert core.step() == {"long": CHUNK}
-    assert core.step() == {"long": CHUNK}
+    core.add("short", tokens(30)[::-1])
+    assert core.step() == {"long": CHUNK - 30, "short": 30}
 
 
-def test_two_prompts_beside_an_answer_have_half_each_and_the_answer_its_token(core: Core) -> None:
+def test_beside_an_answer_a_prompt_leaves_half_to_a_shorter_one_which_then_goes_first(core: Core) -> None:
     paced(core, prompt_share=0.65)
     core.add("answer", tokens(5))
     core.step()
@@ -215,7 +222,7 @@ def test_two_prompts_beside_an_answer_have_half_each_and_the_answer_its_token(co
     core.step()
     core.add("next", tokens(100)[3:])
     assert core.step() == {"answer": 1, "long": 10, "next": 10}
-    assert core.step() == {"answer": 1, "long": 10, "next": 10}
+    assert core.step() == {"answer": 1, "next": 20}
 
 
 def test_the_tightest_objective_of_the_answers_counts(core: Core) -> None:

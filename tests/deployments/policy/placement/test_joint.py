@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from deployments.messages import SessionRequest
+from deployments.fleet.columns import ReplicaView
+from deployments.fleet.view import FleetView, LiveView
+from deployments.messages import ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.choice import Choice, near_s
-from deployments.policy.placement.estimates import MANY, Outlook
-from deployments.policy.placement.field import Field
+from deployments.policy.placement.estimates import MANY, Knowledge, Outlook
+from deployments.policy.placement.field import Field, PlacementSettings
 from deployments.policy.placement.joint import CANDIDATES, Costs, Joint
+from deployments.policy.placement.split import ANY
+from deployments.step_cost import Coefficients
 from load_tests.bench.placement import Cluster
 
 DECISIONS = 400
@@ -71,6 +78,44 @@ def test_the_choice_is_the_cheapest_of_all_ways(shared_blocks: int) -> None:
         for _ in range(2 if len(cluster.flying) > 40 else 1):
             cluster.turn()
     assert min(policy.ways[True], policy.ways[False]) > 0, "both kinds of ways were taken"
+
+
+KINDS = ("p", Role.PREFILL), ("d", Role.DECODE), ("m", Role.MIXED)
+STEPS = {"pool": Coefficients(1e-2, 1e-4, 1e-9, 1e-4, 1e-8)}
+
+
+def idle_field(prompt_tokens: int, answer_tokens: int, cached: dict[str, int], strict: bool = False) -> Field:
+    """One replica of each kind, without load. `cached`: blocks of the prompt, by replica."""
+    rows = []
+    for name, role in KINDS:
+        walls = strict and role is not Role.MIXED
+        info = ReplicaInfo(name, "pool", role, "node", "engine", 16, 10_000, 64, 32_768, (), 2048, 1000, strict=walls)
+        rows.append(ReplicaView(info, 10_000, 0, 0))
+    view = FleetView(tuple(rows))
+    columns = view.columns
+    columns.learn(STEPS)
+    live = LiveView(columns, view.known, (), 0.0)
+    request = SessionRequest("a", prompt_tokens, answer_tokens, ANY)
+    knowledge = Knowledge(hits=cached, output_tokens=answer_tokens, link_bytes_per_s=1e9)
+    return Field(request, live, PlacementSettings(), knowledge, random.Random(0), (1.0, 0.05))
+
+
+BLOCKS = st.integers(0, 100)
+CACHED = st.fixed_dictionaries({name: BLOCKS for name, _ in KINDS})
+
+
+@settings(deadline=None)
+@given(st.integers(2, 10_000), st.integers(2, 2000), CACHED)
+def test_without_load_the_choice_is_the_cheapest_of_all_ways(prompt: int, answer: int, cached: dict[str, int]) -> None:
+    Swept().choose(idle_field(prompt, answer, cached))
+
+
+@settings(deadline=None)
+@given(st.integers(2, 10_000), st.integers(2, 2000), CACHED)
+def test_no_request_gains_by_a_wall(prompt: int, answer: int, cached: dict[str, int]) -> None:
+    free, walled = (sweep(idle_field(prompt, answer, cached, strict)) for strict in (False, True))
+    assert walled.keys() < free.keys()
+    assert min(free.values()) <= min(walled.values())
 
 
 @pytest.mark.parametrize("shared_blocks", [0, 4])

@@ -41,7 +41,7 @@ class NixlEngine(VllmEngine):
         return KVTransferConfig(
             kv_connector=self._connector,
             kv_connector_module_path="load_tests.harness.engines.nixl_connectors",
-            kv_role=self._arguments.kv_role,
+            kv_role="kv_producer" if self._arguments.role is Role.PREFILL else "kv_consumer",
             kv_load_failure_policy="fail",
             engine_id=self.name,
             kv_buffer_device="cpu",

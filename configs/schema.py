@@ -57,8 +57,9 @@ class VllmEngineConfig(Section):
     max_num_seqs: int = Field(16, gt=0)
     """Sessions that one replica runs at once."""
     max_num_batched_tokens: int | None = Field(None, gt=0)
-    """Tokens per step, which is the prefill chunk; null: vLLM's default. On decode, one prompt takes half of what
-    the running sequences leave (`engine_args: {long_prefill_token_threshold: N}` sets another bound, 0 none)."""
+    """The most tokens per step, which is the prefill chunk where no answer runs; null: vLLM's default. Beside answers
+    steps are shorter (`placement.prompt_share`). With `engine_args: {long_prefill_token_threshold: N}` vLLM sizes them:
+    N tokens of one prompt at most, 0 for no bound."""
     tensor_parallel_size: int = Field(1, gt=0)
     """Workers per replica. Pools may differ where the heads of a block lie one behind the other."""
     enforce_eager: bool = True
@@ -209,7 +210,7 @@ class WeightsConfig(Section):
     others: float = Field(1.0, ge=0)
     """Weight of a second that the request costs its neighbours on the replica."""
     later: float = Field(1.0, ge=0)
-    """Weight of a second of prefill queue, for which later requests wait as well."""
+    """Weight of a second that later requests wait for this request's prompt."""
     late: float = Field(10.0, ge=0)
     """Weight of a second over an objective of the request's class."""
     memory_s: float = Field(0.2, ge=0)
@@ -242,7 +243,7 @@ class PlacementConfig(Section):
     split: Literal["auto", "always"] = "auto"
     """`auto`: a request is split where that is expected to cost less. `always`: wherever it can be."""
     prefill_queue_s: float | None = Field(None, gt=0)
-    """Seconds of work after which a prefill replica gets no more; null: its engine queues without limit."""
+    """Seconds of prompts after which a replica gets no more; null: half the TTFT objective of a request's class."""
     split_min_prompt_tokens: int = Field(1, ge=1)
     """One replica serves shorter prompts whole."""
     prompt_share: float = Field(0.75, ge=0.25, le=0.95)

@@ -24,6 +24,11 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+def may_decode(role: Role, strict: bool) -> bool:
+    """Whether a replica of such a pool may write answers, and so receives KV."""
+    return not (strict and role is Role.PREFILL)
+
+
 class Mode(StrEnum):
     """How a session is served."""
 
@@ -80,7 +85,7 @@ class ReplicaInfo:
     @property
     def decodes(self) -> bool:
         """Whether it may write answers."""
-        return not (self.strict and self.role is Role.PREFILL)
+        return may_decode(self.role, self.strict)
 
     @property
     def prefills(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from configs.schema import BatonConfig, VllmEngineConfig
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.engine.protocol import Engine, Identity
-from deployments.messages import Role
+from deployments.messages import may_decode
 
 
 def checkpoint(config: BatonConfig) -> str:
@@ -18,7 +18,7 @@ def checkpoint(config: BatonConfig) -> str:
 def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine:
     """The engine of one replica, not started. Heavy imports happen here, in the replica's process."""
     pool = config.pools[identity.pool]
-    engine = pool.engine
+    engine, receives = pool.engine, may_decode(identity.role, identity.strict)
     if isinstance(engine, VllmEngineConfig):
         from deployments.engine.vllm.engine import VllmEngine
         from deployments.engine.vllm.pull import PullEngine
@@ -34,7 +34,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             secret=secret,
             host=identity.host,
             device=pool.device or pool.resources.accelerator_type,
-            strict=pool.strict,
+            receives=receives,
             prompt_share=config.placement.prompt_share,
         )
     from deployments.engine.mock.engine import MockEngine
@@ -57,7 +57,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
         handoff_timeout_s=config.channel.handoff_timeout_s,
         max_model_len=config.model.max_model_len,
         prompt_share=config.placement.prompt_share,
-        receives=identity.role is not Role.PREFILL or not pool.strict,
+        receives=receives,
         plane=plane,
     )
 

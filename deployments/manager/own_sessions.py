@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import add, sub
 
-from deployments.fleet.ledger import Promise
+from deployments.fleet.promise import Promise
 from deployments.manager.calls import Close, Notice, PrefillDone, Withdraw
 from deployments.messages import ManagerView, Phase, Placement, ReplicaSnapshot, Reservation
 

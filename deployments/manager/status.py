@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deployments.fleet.columns import ReplicaView
-from deployments.fleet.ledger import Promise
+from deployments.fleet.promise import Promise
 from deployments.messages import Admit, Phase, Reject, ReplicaSnapshot
 from deployments.policy.allocator import Allocator
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.schema import BatonConfig, role_of
 from deployments.fleet.fleet import Fleet
-from deployments.fleet.ledger import Promise
+from deployments.fleet.promise import Promise
 from deployments.fleet.view import View
 from deployments.messages import (
     Admit,

@@ -65,10 +65,10 @@ def prompt_budget(
 def share_of_one(budget: int, prompts: Sequence[int]) -> int:
     """The most tokens of one prompt in a step whose prompts together take `budget`, at least 1.
 
-    `prompts`: the tokens that each prompt has yet to compute, in the order in which the engine serves them. Engines
-    serve what runs before what waits, and a prompt that is being computed runs. Where a shorter prompt is behind the
-    first one, the first leaves the tokens that it needs, but no more than half. Otherwise one prompt follows the other,
-    which makes their mean wait the least.
+    `prompts`: the tokens that each prompt has yet to compute, in the order in which the engine serves them: that of
+    their arrival. Where a shorter prompt is behind the first one, the first leaves the tokens that it needs, but no
+    more than half, so that short prompts do not wait for a long one, nor keep it from its end. Otherwise one prompt
+    follows the other, which makes their mean wait the least.
     """
     if len(prompts) < 2 or (shortest := min(prompts[1:])) >= prompts[0]:
         return budget

@@ -202,7 +202,6 @@ class Replica:
 
     def _budget(self) -> tuple[int, int]:
         """The most prompt tokens of the next step, and of one sequence in it."""
-        self.prefilling.sort(key=lambda work: work.target - work.computed)
         waiting = (work for work in itertools.islice(self.waiting, LOOKED_AT) if not work.loads)
         left = [work.target - work.computed for work in (*self.prefilling, *waiting)]
         begun = self.prefilling[0].computed if self.prefilling else 0

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deployments.messages import Finished, StepSample
-from deployments.policy.step_size import prompt_budget
+from deployments.policy.step_size import PROMPT_SHARE, prompt_budget
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.span import Span
@@ -33,7 +33,7 @@ class Limits:
     sequences: int = 256
     span_steps: int = 1 << 30
     noise_sigma: float = 0.05
-    prompt_share: float = 0.75
+    prompt_share: float = PROMPT_SHARE
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,8 @@ def measured(config: BatonConfig, pool: str, variant: Mapping[str, Any], options
         "engine_args": {"long_prefill_token_threshold": 0},  # a chunk is one whole step, with no limit for long prompts
     }
     arguments = config.model_dump(mode="json")
-    group = arguments if pool == "prefill" else arguments["decode"]
-    name = pool.removeprefix("decode-")
+    role, _, name = pool.partition("-")
+    group, name = (arguments[role], name) if name else (arguments, role)
     group[name] = merged(merged(group[name], variant), {"engine": wide})
     try:
         return BatonConfig.model_validate(arguments)
@@ -197,10 +197,11 @@ def fragment(pools: Mapping[str, Row]) -> str:
     """The settings found, as YAML for the `args` of a configuration."""
     found: Row = {}
     for pool, row in pools.items():
-        if pool == "prefill":
-            found["prefill"] = row["settings"]
+        role, _, name = pool.partition("-")
+        if name:
+            found.setdefault(role, {})[name] = row["settings"]
         else:
-            found.setdefault("decode", {})[pool.removeprefix("decode-")] = row["settings"]
+            found[role] = row["settings"]
     return yaml.safe_dump(found, sort_keys=False)
 
 
@@ -213,7 +214,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "cpu-1p1d.yaml", help="what is to be tuned")
-    parser.add_argument("--pools", type=lambda text: text.split(","), help="prefill, decode-NAME; default: all")
+    parser.add_argument(
+        "--pools", type=lambda text: text.split(","), help="prefill, decode-NAME, mixed-NAME; default: all"
+    )
     parser.add_argument("--variant", type=_variant, action="append", default=[], metavar="JSON", help="keys of a pool")
     parser.add_argument("--chunks", type=_integers, default=[128, 256, 512, 1024], help="prompt tokens of a step")
     parser.add_argument("--sequences", type=_integers, default=[1, 2, 4, 8, 16, 32, 64], help="that decode at once")

@@ -28,6 +28,7 @@ from deployments.engine.mock.sequence import Sequence
 from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import CacheChange, StepSample
+from deployments.policy.step_size import PROMPT_SHARE
 from transfer.control.messages import FirstToken
 from transfer.memory.blocks import blocks_for
 from transfer.memory.in_process_plane import InProcessPlane
@@ -56,7 +57,7 @@ class MockEngine:
         host: str,
         handoff_timeout_s: float,
         max_model_len: int,
-        prompt_share: float = 0.75,
+        prompt_share: float = PROMPT_SHARE,
         receives: bool = True,
         plane: Plane | None = None,
     ) -> None:

@@ -127,7 +127,7 @@ class MockScheduler:
     def plan(self) -> Plan:
         """Decide the next step: answers first, then prompts, then new requests while tokens, seats and blocks last."""
         plan = Plan()
-        self.running.sort(key=lambda sequence: max(sequence.prompt_tokens - sequence.computed, 0))
+        self.running.sort(key=lambda sequence: sequence.computed < sequence.prompt_tokens)
         budget, most = self._budget()
         for sequence in list(self.running):
             if budget and sequence not in plan.preempted:

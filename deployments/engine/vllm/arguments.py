@@ -21,6 +21,7 @@ from deployments.engine.kv_events import KVEvents
 from deployments.engine.vllm.description import prior_of
 from deployments.fleet.columns import UNKNOWN
 from deployments.messages import Role
+from deployments.policy.step_size import PROMPT_SHARE
 
 # One worker needs no process of its own. That saves a process, an import and the spinning on a shared-memory queue
 # between the two. It is named by its path, because vLLM replaces the short name "uni" by "mp" on CPU (for OpenMP's
@@ -34,7 +35,8 @@ class EngineArguments:
 
     `model_path`: a checkpoint directory or a Hugging Face name. `secret`: the deployment's, which seals control
     messages. `host`: the address at which peers reach the channel. `device`: whose data sheet gives the first guess of
-    its speed; None: the one that vLLM says it runs on. `strict`, `prompt_share`: as in the configuration.
+    its speed; None: the one that vLLM says it runs on. `receives`: peers write KV to this engine, too. `prompt_share`:
+    as in the configuration.
     """
 
     config: VllmEngineConfig
@@ -46,15 +48,13 @@ class EngineArguments:
     secret: str
     host: str
     device: str | None = None
-    strict: bool = False
-    prompt_share: float = 0.75
+    receives: bool = True
+    prompt_share: float = PROMPT_SHARE
 
     @property
-    def kv_role(self) -> Literal["kv_producer", "kv_consumer", "kv_both"]:
-        """vLLM's name for the role. A replica that receives KV must say so: vLLM then frees blocks later."""
-        if not self.strict:
-            return "kv_both"
-        return "kv_producer" if self.role is Role.PREFILL else "kv_consumer"
+    def kv_role(self) -> Literal["kv_producer", "kv_both"]:
+        """vLLM's name for what the engine does with KV. Of one that receives KV, vLLM frees blocks later."""
+        return "kv_both" if self.receives else "kv_producer"
 
     def vllm_config(self, transfer: KVTransferConfig, worker_extension: str, events: KVEvents) -> VllmConfig:
         """vLLM's own configuration. `worker_extension`: path of a class that vLLM mixes into its workers.
@@ -87,12 +87,9 @@ class EngineArguments:
             **config.engine_args,
         )
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if vllm_config.kv_transfer_config is not None:
+        if "long_prefill_token_threshold" not in config.engine_args:  # else vLLM sizes its steps
             prior = prior_of(vllm_config, self.device) or tuple(UNKNOWN)
-            vllm_config.kv_transfer_config.kv_connector_extra_config |= {
-                "prior": prior,
-                "prompt_share": self.prompt_share,
-            }
+            transfer.kv_connector_extra_config["pace"] = {"prior": prior, "prompt_share": self.prompt_share}
         return vllm_config
 
     def _optional(self) -> dict[str, Any]:

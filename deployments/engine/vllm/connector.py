@@ -22,9 +22,14 @@ if TYPE_CHECKING:
     from transfer.vllm.step_messages import StepMetadata
 
 
-def pace_of(extra: dict[str, Any]) -> StepPace:
-    """The pace of the scheduler that makes its connector now. `extra`: the connector's own configuration."""
-    return StepPace(scheduler_on_the_stack(), Coefficients(*extra["prior"]), extra["prompt_share"])
+def pace_of(extra: dict[str, Any]) -> StepPace | None:
+    """The pace of the scheduler that makes its connector now; None where vLLM sizes the steps by itself.
+
+    `extra`: the connector's own configuration.
+    """
+    if (pace := extra.get("pace")) is None:
+        return None
+    return StepPace(scheduler_on_the_stack(), Coefficients(*pace["prior"]), pace["prompt_share"])
 
 
 def sample_of(report: StepReport) -> StepSample:
@@ -44,14 +49,16 @@ class PacedConnector(BatonConnector):
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
-        self._pace.begin(request)
+        if self._pace is not None:
+            self._pace.begin(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        self._pace.plan(scheduler_output.num_scheduled_tokens)
+        if self._pace is not None:
+            self._pace.plan(scheduler_output.num_scheduled_tokens)
         return super().build_connector_meta(scheduler_output)
 
     def get_kv_connector_stats(self) -> Any:
         report = super().get_kv_connector_stats()
-        if report is not None:
+        if report is not None and self._pace is not None:
             self._pace.learn(sample_of(report))
         return report

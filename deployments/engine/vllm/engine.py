@@ -24,6 +24,7 @@ from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
 from deployments.messages import CacheChange, Role, StepSample
+from deployments.policy.step_size import PROMPT_SHARE
 
 RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a call
 
@@ -31,7 +32,7 @@ RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a c
 class VllmEngine:
     """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name.
 
-    `device`, `strict`, `prompt_share`: see `EngineArguments`.
+    `device`, `receives`, `prompt_share`: see `EngineArguments`.
     """
 
     _worker_extension = "transfer.vllm.connector.WorkerExtension"
@@ -48,11 +49,11 @@ class VllmEngine:
         secret: str,
         host: str,
         device: str | None = None,
-        strict: bool = False,
-        prompt_share: float = 0.75,
+        receives: bool = True,
+        prompt_share: float = PROMPT_SHARE,
     ) -> None:
         self._arguments = EngineArguments(
-            config, model, channel, model_path, role, replica_id, secret, host, device, strict, prompt_share
+            config, model, channel, model_path, role, replica_id, secret, host, device, receives, prompt_share
         )
         self._client: AsyncMPClient | None = None
         self._total_blocks = 0
@@ -120,8 +121,7 @@ class VllmEngine:
         return [bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(outputs=payloads))]
 
     async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
-        receives = self._arguments.kv_role != "kv_producer"
-        await self._rpc("baton_meet", receives, [list(workers) for workers in peers])
+        await self._rpc("baton_meet", self._arguments.receives, [list(workers) for workers in peers])
 
     async def counters(self) -> dict[str, float]:
         totals: dict[str, float] = dict(self._counts.totals)

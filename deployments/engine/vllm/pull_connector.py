@@ -65,7 +65,8 @@ class NixlConnector(NixlPullConnector):
 
     def on_new_request(self, request: Request) -> None:
         self._answered.begin(request)
-        self._pace.begin(request)
+        if self._pace is not None:
+            self._pace.begin(request)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -76,12 +77,13 @@ class NixlConnector(NixlPullConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._clock.begin(scheduler_output, time.monotonic())
-        self._pace.plan(scheduler_output.num_scheduled_tokens)
+        if self._pace is not None:
+            self._pace.plan(scheduler_output.num_scheduled_tokens)
         return super().build_connector_meta(scheduler_output)
 
     def get_kv_connector_stats(self) -> Any:
         """The step that just ended. The counts of vLLM's connector are left out: vLLM cannot add the two."""
-        if self._role is not KVConnectorRole.SCHEDULER or (report := self._clock.end(time.monotonic())) is None:
-            return None
-        self._pace.learn(sample_of(report))
+        report = self._clock.end(time.monotonic()) if self._role is KVConnectorRole.SCHEDULER else None
+        if report is not None and self._pace is not None:
+            self._pace.learn(sample_of(report))
         return report

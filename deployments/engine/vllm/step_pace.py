@@ -33,15 +33,13 @@ TPOT_S = "baton_tpot_s"
 class StepPace:
     """Sets the size of each step of one scheduler.
 
-    `prior`: what steps take, before any was seen. `prompt_share`: as in the configuration. A share of one prompt
-    that the configuration gives (`long_prefill_token_threshold`) stays as it is.
+    `prior`: what steps take, before any was seen. `prompt_share`: as in the configuration.
     """
 
     def __init__(self, scheduler: Scheduler, prior: Coefficients, prompt_share: float) -> None:
         self._scheduler, self._prompt_share = scheduler, prompt_share
         self._model = StepModel(prior)
         self._whole = scheduler.max_num_scheduled_tokens
-        self._sets_share = not scheduler.scheduler_config.long_prefill_token_threshold
         self._answers = self._context = self._begun = 0
         self._prompts: list[int] = []
         self._objectives: set[float] = set()
@@ -55,8 +53,8 @@ class StepPace:
         """Set the size of the next step. `scheduled`: the tokens of the step that was scheduled now, by request."""
         running = self._scheduler.running
         left = {each.request_id: _left(each, scheduled) for each in running}
-        # Engines serve in this order: answers first, so that a step leaves none out, then the prompts that end soonest.
-        running.sort(key=lambda request: max(left[request.request_id], 0))
+        # Engines serve in this order: answers first, so that a step leaves none out, then prompts as they came.
+        running.sort(key=lambda request: left[request.request_id] > 0)
         answering = [each for each in running if left[each.request_id] <= 0]
         prompts = running[len(answering) :]
         coming = [each for each in self._scheduler.kv_holding_waiting if each.status is LOADING]
@@ -79,9 +77,8 @@ class StepPace:
         # An answer whose KV cache arrives meanwhile waits, and takes a token in the step after it has come.
         coming = sum(self._scheduler.get_request_counts()) - len(self._scheduler.running)
         self._scheduler.max_num_scheduled_tokens = min(budget + answers + coming, self._whole)
-        if self._sets_share:
-            share = share_of_one(budget, self._prompts)
-            self._scheduler.scheduler_config.long_prefill_token_threshold = share if share < self._whole else 0
+        share = share_of_one(budget, self._prompts)
+        self._scheduler.scheduler_config.long_prefill_token_threshold = share if share < self._whole else 0
 
 
 def _objective_s(request: Request) -> float:

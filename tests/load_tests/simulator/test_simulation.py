@@ -10,6 +10,7 @@ import pytest
 
 from configs.schema import BatonConfig
 from deployments.policy.allocator import Allocator
+from deployments.policy.placement.baselines import POLICIES
 from load_tests.simulator import synthetic
 from load_tests.simulator.cluster import Options
 from load_tests.simulator.metrics import Classes, Objectives, Record, summarise
@@ -19,15 +20,6 @@ from load_tests.simulator.traces import Trace, TraceRequest
 
 LOOSE: Classes = (Objectives("any", ttft_s=60.0, tpot_s=10.0),)
 SHORT = synthetic.Lengths(400, 1.0, least=16, most=4000)
-POLICIES = (
-    "joint",
-    "round_robin",
-    "weighted_round_robin",
-    "power_of_two",
-    "least_tokens",
-    "prefix_affinity",
-    "overlap_cost",
-)
 
 
 def allocator(config: BatonConfig, rng: random.Random) -> Allocator:

@@ -29,9 +29,9 @@ class ReplicaView(NamedTuple):
     the prompt in progress; the backlog takes at least as long from now on. `expected_blocks`: the blocks that its
     sessions are expected to hold at their ends. `held_tokens`: the tokens that they are expected to hold halfway.
     `pending`: the number of its sessions whose prompts another replica has yet to compute. `prompts`: the number of
-    prompts that it has yet to compute itself. `bound`: the number of answers with a TPOT objective that run or are
-    pending; `bound_tpot_s`: the sum of those objectives, in seconds. `flow_prompts`, `flow_s`: prompts that were placed
-    here lately and their predicted seconds, as they had faded at `flow_at_s` (`prompt_flow`).
+    prompts that it has yet to compute itself. `tpot_s`: the least TPOT objective of the answers that run or
+    are pending; 0: none. `flow_prompts`, `flow_s`: prompts that were placed here lately and their predicted seconds, as
+    they had faded at `flow_at_s` (`prompt_flow`).
     """
 
     info: ReplicaInfo
@@ -44,8 +44,7 @@ class ReplicaView(NamedTuple):
     held_tokens: float = 0.0
     pending: int = 0
     prompts: int = 0
-    bound: int = 0
-    bound_tpot_s: float = 0.0
+    tpot_s: float = 0.0
     flow_prompts: float = 0.0
     flow_s: float = 0.0
     flow_at_s: float = 0.0
@@ -55,9 +54,20 @@ CHUNK_TOKENS = 2048
 """The most prompt tokens in a step of a replica that does not report its own number."""
 
 LOAD = ReplicaView._fields[1:]
-SHAPE = ("block_size", "max_sessions", "kv_bytes_per_token", "capacity_tokens", "per_block")
+SHAPE = (
+    "block_size",
+    "max_sessions",
+    "kv_bytes_per_token",
+    "capacity_tokens",
+    "per_block",
+    "role",
+    "decodes",
+    "prefills",
+)
 """The numbers that do not change. `capacity_tokens`: the most that one session may hold on an empty replica.
-`per_block`: one block as a share of the replica's blocks."""
+`per_block`: one block as a share of the replica's blocks. `role`: an index into `ROLES`. `decodes`, `prefills`: 1 where
+the replica may."""
+ROLES = tuple(Role)
 NUMBERS = (*LOAD, "room_blocks", "step_s", *SHAPE)
 """`room_blocks`: free blocks, or -1 where no further session may run. `step_s`: seconds of a decode step at the
 replica's load."""
@@ -74,16 +84,12 @@ class Kind(NamedTuple):
     chunk_tokens: int
 
 
-ROLES = tuple(Role)
-
-
 class Columns:
     """The replicas of a fleet. Every array has a row per replica. Rows that are not `ready` do not count.
 
-    `seen_s`: when each replica last reported. `role`: indices into `ROLES`. `decodes`, `prefills`: see `ReplicaInfo`.
-    `fingerprint`: codes from 0, equal for equal strings. `kind`: indices into `kinds`. `sizes` and `engines` count the
-    replicas by block size and by fingerprint. `coefficients`: what the steps of each pool take; empty while that is not
-    known.
+    `seen_s`: when each replica last reported. `fingerprint`: codes from 0, equal for equal strings. `kind`: indices
+    into `kinds`. `sizes` and `engines` count the replicas by block size and by fingerprint. `coefficients`: what the
+    steps of each pool take; empty while that is not known.
     """
 
     def __init__(self, capacity: int = 16) -> None:
@@ -94,9 +100,6 @@ class Columns:
         self.seen_s: Numbers = np.zeros(capacity)
         self.kinds: list[Kind] = []
         self.kind: Codes = np.zeros(capacity, np.int64)
-        self.role: Codes = np.zeros(capacity, np.int64)
-        self.decodes: Flags = np.zeros(capacity, np.bool_)
-        self.prefills: Flags = np.zeros(capacity, np.bool_)
         self.fingerprint: Codes = np.zeros(capacity, np.int64)
         self._table: Numbers = _blank(capacity)
         self.numbers: dict[str, Numbers] = dict(zip(NUMBERS, self._table, strict=True))
@@ -143,10 +146,6 @@ class Columns:
         column: Numbers = np.array(table or [0.0]).take(self.kind)
         return column
 
-    def least_of_kinds(self, number: Callable[[Coefficients, Kind], float]) -> float:
-        """The least of such numbers over all kinds."""
-        return min(map(number, self._steps, self.kinds), default=0.0)
-
     def _shape(self, row: int, info: ReplicaInfo) -> None:
         self._uncount(row)
         self.infos[row] = info
@@ -155,8 +154,6 @@ class Columns:
             self.kinds.append(kind)
             self._steps.append(self.coefficients.get(info.pool, UNKNOWN))
         self.kind[row] = self.kinds.index(kind)
-        self.role[row] = ROLES.index(info.role)
-        self.decodes[row], self.prefills[row] = info.decodes, info.prefills
         self.fingerprint[row] = self.code(info.fingerprint)
         capacity_tokens = min(info.max_model_len, info.total_blocks * info.block_size)
         shape = (
@@ -165,6 +162,9 @@ class Columns:
             info.kv_bytes_per_token,
             capacity_tokens,
             1.0 / max(1, info.total_blocks),
+            ROLES.index(info.role),
+            info.decodes,
+            info.prefills,
         )
         self._table[-len(SHAPE) :, row] = shape
         self.sizes[info.block_size] += 1
@@ -187,7 +187,19 @@ class Columns:
 
     def is_of(self, role: Role) -> Flags:
         """Which rows are of pools with this role."""
-        flags: Flags = self.role == ROLES.index(role)
+        flags: Flags = self.numbers["role"] == ROLES.index(role)
+        return flags
+
+    @property
+    def decodes(self) -> Flags:
+        """Which replicas may write answers."""
+        flags: Flags = self.numbers["decodes"] > 0
+        return flags
+
+    @property
+    def prefills(self) -> Flags:
+        """Which replicas may compute prompts that can be split from their answers."""
+        flags: Flags = self.numbers["prefills"] > 0
         return flags
 
     def is_engine(self, code: int) -> Flags:
@@ -241,7 +253,7 @@ class Columns:
 
     def _grow(self) -> None:
         size = len(self.ready)
-        for name in ("ready", "seen_s", "kind", "role", "decodes", "prefills", "fingerprint"):
+        for name in ("ready", "seen_s", "kind", "fingerprint"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros(size, array.dtype)]))
         self._table = np.concatenate([self._table, _blank(size)], axis=1)

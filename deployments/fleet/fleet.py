@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from deployments.fleet.columns import Columns, ReplicaView
 from deployments.fleet.exchange import is_ahead_of_partners, peers_of
-from deployments.fleet.ledger import Ledger, Promise, Share
+from deployments.fleet.ledger import Ledger, Share
+from deployments.fleet.promise import Promise
 from deployments.fleet.prompt_flow import PromptFlow
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
@@ -177,6 +178,7 @@ class Fleet:
             if now_s - arrival.at_s > self._forget_s:
                 self.forget(replica_id)
         self._ledger.forget_epochs(now_s - self._forget_s)
+        self._flows = {each: flow for each, flow in self._flows.items() if each in self._arrivals}
         return expired
 
     def promises(self) -> tuple[Promise, ...]:
@@ -286,8 +288,7 @@ def _row(arrival: _Arrival, share: Share, overcommit: float, flow: PromptFlow) -
         held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
         pending=share.pending,
         prompts=len(share.prompts),
-        bound=share.bound,
-        bound_tpot_s=share.bound_tpot_s,
+        tpot_s=min(share.objectives, default=0.0),
         flow_prompts=flow.prompts,
         flow_s=flow.seconds,
         flow_at_s=flow.at_s,

@@ -7,61 +7,19 @@ which keeps the sums of its promises up to date with every change, so that no de
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
+from deployments.fleet.promise import Key, Promise
 from deployments.messages import NOTHING, Finished, Placement, Reservation
-
-Key = tuple[str, int]
-"""The identity of a promise: session id and epoch."""
 
 _UNPROMISED = 0
 """The epoch that stands for a session which this ledger did not place. Real epochs begin at 1."""
 
 _CONFIRM_EVERY_S = 1.0
 """The least time between two updates of a replica's promises with `seen_s`, which is compared with far longer times."""
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """The ledger's entry of one placement. `seen_s`: when a replica last listed the session, at first when it was made.
-
-    `prefilling`: the prompt is not computed yet. `finished`: the owner has reported that its part is over, so that it
-    holds nothing. `released`: the session is closed.
-    """
-
-    placement: Placement
-    prompt_tokens: int
-    at_s: float
-    seen_s: float
-    prefilling: bool = True
-    finished: bool = False
-    released: bool = False
-
-    @property
-    def key(self) -> Key:
-        """Session id and epoch."""
-        return self.placement.session_id, self.placement.epoch
-
-    @property
-    def replica_ids(self) -> tuple[str, str]:
-        """The owner and the replica that prefills. Decode may still be called when the prefill is over."""
-        return self.placement.owner.replica_id, self.placement.prefiller.replica_id
-
-    def reservation(self, replica_id: str) -> Reservation:
-        """The amounts that it still reserves on one of its replicas."""
-        reserved = self.placement.reservation(replica_id, self.prompt_tokens)
-        if self.prefilling:
-            return reserved
-        holds = replica_id == self.placement.owner.replica_id and not self.finished
-        return reserved.prefilled() if holds else NOTHING
-
-    def is_answered_on(self, replica_id: str) -> bool:
-        """Whether this replica writes its answer, or will as soon as another one has computed the prompt."""
-        if replica_id != self.placement.owner.replica_id or self.finished or self.released:
-            return False
-        return not self.prefilling or replica_id != self.placement.prefiller.replica_id
 
 
 @dataclass(slots=True)
@@ -71,8 +29,8 @@ class Share:
     `unpromised`: sessions that the replica lists and that this ledger did not place, with their reservations.
     `released`: those of `promises` whose session is closed. The sums are over all that is not released. `prompts`:
     predicted seconds of the prompts that the replica has yet to compute, the oldest first. `begun_s`: when the first of
-    them began. `confirmed_s`: when the replica's sessions were last compared with its promises. `bound`: the answers
-    written here, or about to be, that have a TPOT objective; `bound_tpot_s`: the sum of those objectives.
+    them began. `confirmed_s`: when the replica's sessions were last compared with its promises. `objectives`:
+    the TPOT objectives of the answers written here, or about to be, each with their number.
     """
 
     replica_id: str
@@ -89,8 +47,7 @@ class Share:
     backlog_tokens: int = 0
     work_s: float = 0.0
     pending: int = 0
-    bound: int = 0
-    bound_tpot_s: float = 0.0
+    objectives: Counter[float] = field(default_factory=Counter)
 
     @property
     def is_empty(self) -> bool:
@@ -167,8 +124,9 @@ class Share:
     def _bind(self, promise: Promise, sign: int) -> None:
         objective_s = promise.placement.tpot_s
         if objective_s and promise.is_answered_on(self.replica_id):
-            self.bound += sign
-            self.bound_tpot_s = self.bound_tpot_s + sign * objective_s if self.bound else 0.0
+            self.objectives[objective_s] += sign
+            if not self.objectives[objective_s]:
+                del self.objectives[objective_s]
 
 
 class Ledger:

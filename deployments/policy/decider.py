@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from configs.schema import BatonConfig
 from deployments.fleet.view import View
@@ -13,7 +13,7 @@ from deployments.policy.admission.objectives import times, verdict
 from deployments.policy.chance import Chance
 from deployments.policy.placement.baselines import POLICIES
 from deployments.policy.placement.estimates import Knowledge, Limits
-from deployments.policy.placement.field import TURN_SHARE, Field, PlacementSettings, claimed
+from deployments.policy.placement.field import TURN_SHARE, Field, PlacementSettings, claimed, most_tokens
 from deployments.policy.placement.place import place
 
 NEW_GAP = 0.05
@@ -33,11 +33,24 @@ class OpenSession:
 class Tried:
     """What one pass over the waiting requests has tried: `why` a request of `none_for_tokens` tokens found no room.
 
-    A request that needs as many tokens or more finds none either, so the pass does not try it.
+    A request that needs as many tokens or more finds none either, so the pass does not try it. `no_turn`: the classes
+    of which a request had room but no turn, with the reason. How long a queue it may join depends on its class alone.
     """
 
     none_for_tokens: float = math.inf
     why: Queue | None = None
+    no_turn: dict[str, Queue] = field(default_factory=dict)
+
+    def known(self, tokens: int, class_name: str) -> Queue | None:
+        """Why such a request finds no place, where this pass knows that already."""
+        return self.why if tokens >= self.none_for_tokens else self.no_turn.get(class_name)
+
+    def note(self, tokens: int, class_name: str, why: Queue) -> None:
+        """A request found no place."""
+        if why.for_turn:
+            self.no_turn[class_name] = why
+        else:
+            self.none_for_tokens, self.why = min(tokens, self.none_for_tokens), why
 
 
 @dataclass(slots=True)
@@ -95,9 +108,11 @@ class Decider:
     def takes_s(self, session: OpenSession, view: View) -> float:
         """The predicted seconds from a placement of this request until its first token, on the fastest replica."""
         priority = self.classes.resolve(session.request.priority)
+        if priority.ttft_s is None:
+            return 0.0
         here = self._field(session, view, priority)
         able = here.columns.ready & here.columns.prefills
-        if priority.ttft_s is None or not able.any():
+        if not able.any():
             return 0.0
         return TURN_SHARE * priority.ttft_s + float(here.outlook.prefill_s[able].min())
 
@@ -127,15 +142,14 @@ class Decider:
 
     def try_again(self, session: OpenSession, view: View, tried: Tried, now_s: float, retry_after_s: float) -> Decision:
         """Where a waiting session goes now, if anywhere. `tried`: of this pass; it is brought up to date."""
-        request = session.request
-        tokens = request.prompt_tokens + request.max_tokens
-        if tried.why is not None and tokens >= tried.none_for_tokens and not self.settings.limits:
-            return self._refuse_waiting(session, tried.why, now_s, retry_after_s) or tried.why
-        decision = self.decide(session, view, now_s)
-        if not isinstance(decision, Queue):
-            return decision
-        tried.none_for_tokens, tried.why = min(tokens, tried.none_for_tokens), decision
-        return self._refuse_waiting(session, decision, now_s, retry_after_s) or decision
+        name, tokens = self.classes.resolve(session.request.priority).name, most_tokens(session.request)
+        why = None if self.settings.limits else tried.known(tokens, name)
+        if why is None:
+            decision = self.decide(session, view, now_s)
+            if not isinstance(decision, Queue):
+                return decision
+            tried.note(tokens, name, why := decision)
+        return self._refuse_waiting(session, why, now_s, retry_after_s) or why
 
     def _refuse_waiting(self, session: OpenSession, why: Queue, now_s: float, retry_after_s: float) -> Reject | None:
         """The refusal of a request that has waited for longer than its class allows for the first token.

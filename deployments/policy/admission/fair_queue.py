@@ -23,7 +23,8 @@ from deployments.policy.admission.classes import PriorityClass
 class Waiter:
     """One waiting request. `number`: of its arrival, from 1. `since_s`: when it arrived.
 
-    `target_s`: when its first token is due. `tokens`: what serving it counts for: its prompt and its expected answer.
+    `target_s`: when it must be placed for its first token to be in time. `tokens`: what serving it counts for: its
+    prompt and its expected answer.
     """
 
     request: SessionRequest

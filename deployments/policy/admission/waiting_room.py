@@ -145,7 +145,7 @@ class WaitingRoom:
             if not isinstance(decision, Queue):
                 self._call(waiter, served=isinstance(decision, Admit))
                 return Called(waiter.request, decision)
-            if claimants < CLAIMANTS and not decision.for_turn and _is_patient(waiter, now_s):
+            if claimants < CLAIMANTS and not decision.for_turn and self._is_patient(waiter, now_s):
                 claimants += 1
                 replica_id = claim(waiter.request, view)
                 view = view if replica_id is None else view.without_room_on((replica_id,))
@@ -280,6 +280,6 @@ class WaitingRoom:
     def _deadline_s(self, waiter: Waiter) -> float:
         return waiter.since_s + self._timeout_s
 
-
-def _is_patient(waiter: Waiter, now_s: float) -> bool:
-    return now_s - waiter.since_s > (waiter.target_s - waiter.since_s) / 2
+    def _is_patient(self, waiter: Waiter, now_s: float) -> bool:
+        """Whether half of its allowed wait has passed."""
+        return now_s - waiter.since_s > (self._target_s(waiter.priority, waiter.since_s) - waiter.since_s) / 2

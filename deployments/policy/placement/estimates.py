@@ -134,10 +134,9 @@ class Outlook:
 
     @cached_property
     def objective_s(self) -> Numbers:
-        """The TPOT objective of the answers on each replica, running and pending, in the mean; infinite without any."""
-        columns, bound = self.columns, self.columns["bound"]
-        mean_s = columns["bound_tpot_s"] / np.maximum(bound, 1.0)
-        objective_s: Numbers = np.where(bound > 0, mean_s, np.inf)
+        """The least TPOT objective of the answers on each replica, running and pending; infinite without any."""
+        least_s = self.columns["tpot_s"]
+        objective_s: Numbers = np.where(least_s > 0, least_s, np.inf)
         return objective_s
 
     @cached_property

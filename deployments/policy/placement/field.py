@@ -33,9 +33,9 @@ Engines serve prompts in the order of arrival. What waits here instead is ordere
 class PlacementSettings:
     """What placement takes from the configuration. Times are in seconds.
 
-    `split_min_prompt_tokens`: shorter prompts are prefilled by the decode replica itself. `split_always`: longer ones
-    are split wherever that is possible; otherwise where it is expected to cost less. `prefill_queue_s`: the most
-    predicted work with which a prefill replica still takes a prompt; None: no limit. `max_retry_after_s`: the longest
+    `split_min_prompt_tokens`: shorter prompts are served whole by one replica. `split_always`: longer ones are split
+    wherever that is possible; otherwise where it is expected to cost less. `prefill_queue_s`: the most predicted work
+    with which a replica still takes a prompt; None: only `TURN_SHARE` limits it. `max_retry_after_s`: the longest
     time that a client is told to stay away. `limits`: by pool; a pool without limits takes any request. `moves`: any
     replica can hand over KV, also that of a session that it gives up. `prompt_share`: as in the configuration.
     `slack`: the share of an objective that a predicted time may reach.
@@ -90,18 +90,23 @@ class Field:
         columns = self.columns
         return columns.decodes & ~columns.is_of(Role.PREFILL) if self.settings.split_always else columns.decodes
 
-    @cached_property
+    @property
     def helpers(self) -> Flags:
+        """The replicas that could compute the prompt for another, and whose prompts leave time for it."""
+        return self.all_helpers & self.has_turn
+
+    @cached_property
+    def all_helpers(self) -> Flags:
         """The replicas that could compute the prompt for another. They need no free blocks, because prefills queue."""
         columns = self.columns
         able = columns.ready & columns.prefills & self.can_hold(self.request.prompt_tokens + 1)
         if not self.settings.moves:
             able &= ~columns.is_of(Role.DECODE)  # vLLM's connector lets a decode replica hand nothing over
-        return able & self.has_turn
+        return able
 
     @cached_property
     def has_turn(self) -> Flags:
-        """The replicas whose prompts leave time for one more."""
+        """The replicas whose queue of prompts this one may join."""
         has_turn: Flags = self.outlook.queue_s <= self.longest_queue_s
         return has_turn
 

@@ -13,11 +13,14 @@ from transfer.memory.blocks import blocks_for
 
 def shortfall(here: Field) -> Queue | Reject:
     """Why a request has no place now."""
-    if (here.owners | here.alone_with_room).any() and not here.has_turn.any():
+    could_prefill = here.alone_with_room | (here.all_helpers if here.pair_owners.any() else False)
+    if could_prefill.any() and not (could_prefill & here.has_turn).any():
         limit_s = here.longest_queue_s
         return Queue(f"every replica that prefills has more than {limit_s:g} s of work", for_turn=True)
-    if Mode.DISAGGREGATED in here.modes and here.owners.any():
-        return pair_shortfall(here) or owner_shortfall(here)
+    if Mode.DISAGGREGATED in here.modes and here.owners.any() and (missed := pair_shortfall(here)) is not None:
+        return missed
+    if (here.owners | here.alone_with_room).any():
+        return Queue("the replicas with room compute prompts, and those that write answers are full", for_turn=True)
     return owner_shortfall(here)
 
 

@@ -58,7 +58,6 @@ def test_step_times_follow_what_is_learned_of_each_pool() -> None:
     assert columns.of_kind(0)[0] == STEPS
     assert columns.of_kind(1)[0] == UNKNOWN
     assert columns.of_kinds(lambda steps, kind: steps.base_s)[:2].tolist() == [1e-2, 0.0]
-    assert columns.least_of_kinds(lambda steps, kind: steps.base_s) == 0.0
 
 
 def test_a_strict_replica_does_its_own_work_only() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
 from deployments.fleet.columns import ReplicaView
-from deployments.fleet.view import FleetView
+from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Admit, Mode, Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.decider import Decider, OpenSession, Tried, settings_of
 from deployments.policy.placement.estimates import Knowledge
+from deployments.step_cost import Coefficients
 
 TRUSTED = Knowledge(trusted=frozenset({"decode-small"}))
 SHORT = Queue("KV blocks are short")
@@ -18,7 +21,7 @@ SHORT = Queue("KV blocks are short")
 
 def config(**placement: Any) -> BatonConfig:
     pool = PoolConfig(engine=MockEngineConfig(block_size=16))
-    classes = {"default": ClassConfig(ttft_s=1.0)}
+    classes = placement.pop("classes", {"default": ClassConfig(ttft_s=1.0)})
     return BatonConfig(
         prefill=pool,
         decode={"small": pool.model_copy(update={"max_prompt_tokens": 1000})},
@@ -69,3 +72,23 @@ def test_a_request_is_refused_when_the_wait_behind_others_is_predicted_to_be_too
     assert "predicted wait 10.0 s behind 10 others" in refusal.reason
     assert deciding.refuse_queueing(session(attempt=2), 10) is None
     assert decider(admission=False).refuse_queueing(session(), 10) is None
+
+
+def test_a_pass_tries_no_request_again_that_finds_neither_room_nor_turn() -> None:
+    tried, no_turn = Tried(), Queue("busy", for_turn=True)
+    tried.note(500, "chat", SHORT)
+    tried.note(100, "chat", no_turn)
+    assert tried.known(500, "batch") == SHORT
+    assert tried.known(400, "chat") == no_turn
+    assert tried.known(400, "batch") is None, "a class with another objective may join a longer queue"
+    tried.note(300, "batch", SHORT)
+    assert tried.known(300, "batch") == SHORT
+
+
+def test_a_request_takes_half_its_objective_in_a_queue_and_its_prefill() -> None:
+    info = ReplicaInfo("d0", "decode-small", Role.DECODE, "node", "engine", 16, 1000, 8, 4096)
+    columns = FleetView((ReplicaView(info, 100, 0, 0),), known=(info,)).columns
+    columns.learn({"decode-small": Coefficients(0.01, 1e-3, 0.0, 0.0, 0.0)})
+    there = LiveView(columns, (info,), (), 0.0)
+    assert decider().takes_s(session(), there) == pytest.approx(0.5 + 0.01 + 160 * 1e-3)
+    assert decider(classes={"default": ClassConfig()}).takes_s(session(), there) == 0.0

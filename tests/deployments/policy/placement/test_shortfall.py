@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView
 from deployments.messages import Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings
-from deployments.policy.placement.shortfall import owner_shortfall, pair_shortfall
+from deployments.policy.placement.shortfall import owner_shortfall, pair_shortfall, shortfall
 
 
 def view(role: Role, free_blocks: int = 50, sessions: int = 0, ready: bool = True, engine: str = "engine") -> FleetView:
@@ -47,3 +48,28 @@ def test_a_helper_is_missing_or_has_another_engine() -> None:
     assert pair_shortfall(here(FleetView(unlike))) == Queue(
         "no ready prefill replica has the same engine as a decode replica with room"
     )
+
+
+def test_where_all_that_prefill_have_prompts_enough_a_request_waits_for_a_turn() -> None:
+    rows = [
+        ReplicaView(row.info, row.free_blocks, 0, 0, busy_until_s=3.0)
+        for role in (Role.DECODE, Role.PREFILL)
+        for row in view(role).ready
+    ]
+    request, objectives = SessionRequest("a", 400, 200), (2.0, 0.05)
+    busy = Field(request, FleetView(tuple(rows)), PlacementSettings(), Knowledge(), random.Random(0), objectives)
+    assert shortfall(busy) == Queue("every replica that prefills has more than 1 s of work", for_turn=True)
+    patient = Field(request, FleetView(tuple(rows)), PlacementSettings(), Knowledge(), random.Random(0), (8.0, 0.05))
+    assert patient.alone.any(), "a class with a longer objective may join the same queue"
+
+
+def test_a_strict_decode_replica_without_prompts_gives_no_turn() -> None:
+    """It computes none that could be split."""
+    decode, prefill = view(Role.DECODE).ready[0], view(Role.PREFILL).ready[0]
+    decode = decode._replace(info=replace(decode.info, strict=True))
+    rows = FleetView((decode, prefill._replace(busy_until_s=3.0)))
+    request = SessionRequest("a", 400, 200)
+    busy = Field(request, rows, PlacementSettings(), Knowledge(), random.Random(0), (2.0, 0.05))
+    missed = shortfall(busy)
+    assert isinstance(missed, Queue)
+    assert missed.for_turn

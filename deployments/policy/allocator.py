@@ -150,6 +150,8 @@ class Allocator:
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
         """The prompt is computed; idempotent. True when that was new."""
         is_new = self.fleet.prefill_done(session_id, epoch, now_s)
+        if is_new:
+            self.predictors.computed(session_id, now_s)
         if is_new and self.breakers:
             for promise in self.fleet.promises_of(session_id):
                 self.breakers.succeeded(promise.placement.prefiller.replica_id)
@@ -173,7 +175,10 @@ class Allocator:
                 self.breakers.succeeded(promise.placement.owner.replica_id)
         if not self.fleet.release(session_id, epoch, now_s, ended):
             return False
-        if session_id not in self.room and not self.fleet.promises_of(session_id):
+        if self.fleet.promises_of(session_id):
+            return True
+        self.predictors.computed(session_id, now_s)
+        if session_id not in self.room:
             session = self._sessions.pop(session_id, None)
             if session is not None and output_tokens and outcome in ENDED_WELL and session.request.attempt == 1:
                 self.predictors.lengths.observe(session.request, output_tokens, finished_by_limit=outcome == "length")
@@ -222,6 +227,7 @@ class Allocator:
             self.predictors.index.forget(replica_id)
         for promise in expired:
             if not self.fleet.promises_of(promise.placement.session_id):
+                self.predictors.computed(promise.placement.session_id, now_s)
                 self._sessions.pop(promise.placement.session_id, None)
         self.predictors.index.sweep(now_s)
         return tuple(promise for promise in expired if not promise.released)

@@ -40,6 +40,7 @@ class Predictors:
         self._coefficients: dict[str, Coefficients] = {}
         self._learned_s = -LEARN_EVERY_S
         self._affinities: OrderedDict[str, frozenset[str]] = OrderedDict()
+        self._expectations: dict[str, int] = {}  # by session
 
     def knowledge(self, request: SessionRequest) -> Knowledge:
         """What is known of a request now. The prediction of its length is remembered, to be judged at its end."""
@@ -80,13 +81,24 @@ class Predictors:
     ) -> None:
         """A request was placed on these replicas: they are about to cache its prompt, and its affinity names them."""
         if request.hashes:
+            self.computed(request.session_id, now_s)
             known = min(hits.get(replica_id, 0) for replica_id in replica_ids)
-            self.index.expect(sorted(replica_ids), request.hashes, now_s, known)
+            number = self.index.expect(sorted(replica_ids), request.hashes, now_s, known)
+            self._expectations[request.session_id] = number
         if request.affinity:
             self._affinities[request.affinity] = frozenset(replica_ids)
             self._affinities.move_to_end(request.affinity)
             if len(self._affinities) > AFFINITIES:
                 self._affinities.popitem(last=False)
+
+    def computed(self, session_id: str, now_s: float) -> None:
+        """The prompt of a placed session is computed, or never will be there: its blocks are reported soon, or never.
+
+        Idempotent.
+        """
+        number = self._expectations.pop(session_id, None)
+        if number is not None:
+            self.index.computed(number, now_s)
 
     def describe(self) -> dict[str, Any]:
         """What was learned and how good it is, for the status page.

@@ -43,7 +43,8 @@ _Holders = int | bytes
 class PrefixIndex:
     """The index is a hint: it may be out of date, and the engine's own answer is the truth.
 
-    `max_blocks`: the most blocks that it remembers. `expectation_s`: how long an expected block counts as cached.
+    `max_blocks`: the most blocks that it remembers. `expectation_s`: how long after its prompt was computed an expected
+    block that was not reported counts as cached.
     """
 
     def __init__(self, max_blocks: int = 4_000_000, expectation_s: float = 10.0) -> None:
@@ -102,19 +103,24 @@ class PrefixIndex:
             self._add(block, slot)
         return True
 
-    def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float, known: int = 0) -> None:
-        """These replicas are about to cache these blocks, in the order of the prompt. It ends unless they confirm it.
+    def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float, known: int = 0) -> int:
+        """These replicas are about to cache these blocks, in the order of the prompt.
 
         `known`: the number of leading blocks that all of them have already. Of a system prompt, a thousand replicas
-        may.
+        may. Returns the number of this expectation, for `computed`.
         """
         self._expected.expire(now_s)
-        self._expected.add([self._slot(replica_id) for replica_id in replica_ids], hashes[known:], now_s)
+        number = self._expected.add([self._slot(replica_id) for replica_id in replica_ids], hashes[known:])
         tables, mask = self._tables, self._mask
         cached = list(takewhile(lambda block: block in tables[block & mask], hashes))
         for block in reversed(cached):  # now they are the newest; the end of a prompt is forgotten first
             table = tables[block & mask]
             table[block] = table.pop(block)
+        return number
+
+    def computed(self, number: int, now_s: float) -> None:
+        """The prompt of an expectation is computed, or given up: what is not reported soon is not there. Idempotent."""
+        self._expected.computed(number, now_s)
 
     def forget(self, replica_id: str) -> None:
         """A replica is lost, and its cache with it. Unknown replicas are ignored."""
@@ -127,7 +133,7 @@ class PrefixIndex:
         found: dict[str, int] = {}
         tables, mask, names, expected_on = self._tables, self._mask, self._names, self._expected.of
         holding: set[int] = set()
-        before: tuple[_Holders | None, Mapping[int, float] | None] = None, None
+        before: tuple[_Holders | None, Mapping[int, int] | None] = None, None
         depth = 0
         for block in hashes:
             now = tables[block & mask].get(block), expected_on(block)

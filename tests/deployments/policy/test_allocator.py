@@ -126,6 +126,24 @@ def test_what_is_placed_is_expected_in_the_cache_so_that_the_next_turn_goes_ther
     assert again.cached_tokens == 1024
 
 
+@pytest.mark.parametrize("end", ["computed", "closed", "expired"])
+def test_what_is_expected_in_a_cache_lasts_as_long_as_the_prompt_and_no_longer(end: str) -> None:
+    allocator = allocator_of(info("p0"), info("d0"), snapshot_stale_s=1e9)
+    index = allocator.predictors.index
+    placement = admitted(allocator, ask("a", hashes=tuple(range(1, 11))))
+    allocator.sweep(25.0)
+    assert index.expected, "its prompt waits for others"
+    match end:
+        case "computed":
+            allocator.prefill_done("a", placement.epoch, 25.0)
+        case "closed":
+            allocator.close("a", placement.epoch, "stop", 25.0)
+        case _:
+            allocator.sweep(1e6)
+    allocator.sweep(2e6)
+    assert not index.expected
+
+
 def test_what_a_replica_has_cached_is_not_expected_of_it_again() -> None:
     p0, d0 = info("p0"), info("d0", total_blocks=100_000)
     allocator = allocator_of(p0, d0)

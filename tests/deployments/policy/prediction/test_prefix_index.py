@@ -68,14 +68,32 @@ def test_a_replica_that_was_not_heard_of_must_tell_the_whole() -> None:
     assert index.hits(PROMPT) == {}
 
 
+def expect(index: PrefixIndex, replica_ids: Sequence[str], blocks: Sequence[int], now_s: float) -> None:
+    """The prompt is placed, and computed at once."""
+    index.computed(index.expect(replica_ids, blocks, now_s), now_s)
+
+
+def test_an_expectation_lasts_as_long_as_its_prompt_waits_and_a_moment_longer() -> None:
+    index = up("a", "b")
+    number = index.expect(["a", "b"], PROMPT, 5.0)
+    index.sweep(500.0)
+    assert index.hits(PROMPT) == {"a": 10, "b": 10}
+    index.apply("b", CacheChange(2, stored=PROMPT), 500.0)
+    index.computed(number, 500.0)
+    index.computed(number, 505.0)
+    index.sweep(500.0 + EXPECTATION_S)
+    assert index.hits(PROMPT) == {"b": 10}
+    assert index.expected == 0
+
+
 def test_an_expectation_counts_until_its_time_is_over() -> None:
     index = up("a", "b")
-    index.expect(["a", "b"], PROMPT, 5.0)
+    expect(index, ["a", "b"], PROMPT, 5.0)
     assert index.hits(PROMPT) == {"a": 10, "b": 10}
     assert index.expected == 20
     index.apply("a", CacheChange(2, stored=PROMPT[:4]), 6.0)
     assert index.expected == 16
-    index.expect(["b"], PROMPT[:2], 9.0)
+    expect(index, ["b"], PROMPT[:2], 9.0)
     index.sweep(5.0 + EXPECTATION_S)
     assert index.hits(PROMPT) == {"a": 4, "b": 2}
     index.sweep(9.0 + EXPECTATION_S)
@@ -94,7 +112,7 @@ def test_blocks_that_a_replica_is_known_to_have_are_not_expected_of_it_again() -
 def test_an_expectation_does_not_take_away_what_is_cached() -> None:
     index = up("a")
     index.apply("a", CacheChange(2, stored=PROMPT[:4]), 0.0)
-    index.expect(["a"], PROMPT, 0.0)
+    expect(index, ["a"], PROMPT, 0.0)
     index.sweep(EXPECTATION_S)
     assert index.hits(PROMPT) == {"a": 4}
 
@@ -103,7 +121,7 @@ def test_a_lost_replica_is_no_hit_and_is_cleaned_away() -> None:
     index = up("a", "b")
     for replica_id in "ab":
         index.apply(replica_id, CacheChange(2, stored=PROMPT), 0.0)
-    index.expect(["a"], (1, 2, 3), 0.0)
+    expect(index, ["a"], (1, 2, 3), 0.0)
     index.forget("a")
     index.forget("unknown")
     assert index.hits(PROMPT) == {"b": 10}
@@ -112,7 +130,7 @@ def test_a_lost_replica_is_no_hit_and_is_cleaned_away() -> None:
         index.sweep(0.0)
     assert len(index) == 10
     index.apply("c", CacheChange(1, whole=True), 0.0)
-    index.expect(["c"], (1,), 1.0)
+    expect(index, ["c"], (1,), 1.0)
     index.sweep(EXPECTATION_S)
     assert index.hits((1, 2)) == {"c": 1}, "not what the lost one was expected to have"
 
@@ -231,7 +249,7 @@ def test_any_order_of_messages_gives_what_a_naive_index_gives(todo: list[tuple[A
                 assert index.apply(name, change, now_s)
                 assert naive.apply(name, change)
             case "expect", names, blocks:
-                index.expect(names, blocks, now_s)
+                expect(index, names, blocks, now_s)
                 naive.expect(names, blocks, now_s)
             case "forget", name:
                 index.forget(name)

@@ -30,8 +30,8 @@ class ReplicaView(NamedTuple):
     sessions are expected to hold at their ends. `held_tokens`: the tokens that they are expected to hold halfway.
     `pending`: the number of its sessions whose prompts another replica has yet to compute. `prompts`: the number of
     prompts that it has yet to compute itself. `tpot_s`: the least TPOT objective of the answers that run or
-    are pending; 0: none. `flow_prompts`, `flow_s`: prompts that were placed here lately and their predicted seconds, as
-    they had faded at `flow_at_s` (`prompt_flow`).
+    are pending; 0: none. `flow_prompts`, `flow_s`, `flow_moves`: prompts that were placed here lately, their predicted
+    seconds, and answers whose KV cache comes from another replica, as they had faded at `flow_at_s` (`Flow`).
     """
 
     info: ReplicaInfo
@@ -47,6 +47,7 @@ class ReplicaView(NamedTuple):
     tpot_s: float = 0.0
     flow_prompts: float = 0.0
     flow_s: float = 0.0
+    flow_moves: float = 0.0
     flow_at_s: float = 0.0
 
 

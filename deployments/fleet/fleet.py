@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from deployments.fleet.columns import Columns, ReplicaView
 from deployments.fleet.exchange import is_ahead_of_partners, peers_of
+from deployments.fleet.flow import Flow
 from deployments.fleet.ledger import Ledger, Share
 from deployments.fleet.promise import Promise
-from deployments.fleet.prompt_flow import PromptFlow
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.step_cost import Coefficients
@@ -73,7 +73,7 @@ class Fleet:
         self._columns = Columns()
         self._stale_rows: dict[str, None] = {}  # in order, so that a run can be repeated
         self._ledger = Ledger(self._stale_rows, slack_s, unconfirmed_s)
-        self._flows: dict[str, PromptFlow] = {}
+        self._flows: dict[str, Flow] = {}
         self._arrivals: dict[str, _Arrival] = {}
         self._shapes: dict[str, ReplicaInfo] = {}
         self._known: tuple[ReplicaInfo, ...] | None = None
@@ -153,8 +153,9 @@ class Fleet:
     def reserve(self, placement: Placement, prompt_tokens: int, now_s: float) -> None:
         """Reserve what a placement needs. Raises ValueError when that session and epoch have a promise."""
         self._ledger.reserve(placement, prompt_tokens, now_s)
-        flow = self._flows.setdefault(placement.prefiller.replica_id, PromptFlow())
-        flow.placed(placement.forecast.prefill_s, now_s)
+        self._flow(placement.prefiller.replica_id).prompt(placement.forecast.prefill_s, now_s)
+        if placement.owner is not placement.prefiller:
+            self._flow(placement.owner.replica_id).move(now_s)
 
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
         """The prompt is computed: it leaves the backlog, and the next one begins. True when that was new."""
@@ -227,8 +228,11 @@ class Fleet:
 
     def _row(self, arrival: _Arrival) -> ReplicaView:
         replica_id = arrival.snapshot.replica_id
-        flow = self._flows.get(replica_id) or PromptFlow()
+        flow = self._flows.get(replica_id) or Flow()
         return _row(arrival, self._ledger.share(replica_id), self._overcommit, flow)
+
+    def _flow(self, replica_id: str) -> Flow:
+        return self._flows.setdefault(replica_id, Flow())
 
     def _is_fresh(self, arrival: _Arrival, now_s: float) -> bool:
         return now_s - arrival.at_s <= self._stale_s
@@ -266,7 +270,7 @@ def _shape(info: ReplicaInfo) -> tuple[object, ...]:
     return info.pool, info.total_blocks, info.block_size, info.max_model_len
 
 
-def _row(arrival: _Arrival, share: Share, overcommit: float, flow: PromptFlow) -> ReplicaView:
+def _row(arrival: _Arrival, share: Share, overcommit: float, flow: Flow) -> ReplicaView:
     """A replica's load: the larger of what is reserved and what it reports."""
     snapshot, info = arrival.snapshot, arrival.snapshot.info
     assert info is not None, "only a replica that has reported its shape gets a row"
@@ -291,6 +295,7 @@ def _row(arrival: _Arrival, share: Share, overcommit: float, flow: PromptFlow) -
         tpot_s=min(share.objectives, default=0.0),
         flow_prompts=flow.prompts,
         flow_s=flow.seconds,
+        flow_moves=flow.moves,
         flow_at_s=flow.at_s,
     )
 

@@ -11,7 +11,7 @@ from itertools import repeat
 import numpy as np
 
 from deployments.fleet.columns import Codes, Columns, Kind, Numbers
-from deployments.fleet.prompt_flow import WINDOW_S
+from deployments.fleet.flow import WINDOW_S
 from deployments.messages import SessionRequest
 from deployments.policy.step_size import LEAST_SHARE, PROMPT_SHARE, STEADY
 from deployments.step_cost import Coefficients
@@ -143,6 +143,12 @@ class Outlook:
     def prompts_per_s(self) -> Numbers:
         """The prompts that are placed on each replica in a second, lately."""
         rate: Numbers = self.columns["flow_prompts"] * self._flow_left
+        return rate
+
+    @cached_property
+    def moves_per_s(self) -> Numbers:
+        """The answers that are placed on each replica in a second, lately, and whose KV comes from another one."""
+        rate: Numbers = self.columns["flow_moves"] * self._flow_left
         return rate
 
     @cached_property

@@ -15,7 +15,7 @@ import numpy as np
 
 from deployments.fleet.columns import Codes, Flags, Numbers
 from deployments.policy.placement.choice import Choice, near_s
-from deployments.policy.placement.estimates import TINY_S
+from deployments.policy.placement.estimates import MOST_LOAD, TINY_S
 from deployments.policy.placement.field import Field
 
 CANDIDATES = 16
@@ -29,6 +29,9 @@ MISS = 1.0
 
 SATURATED = 0.5
 """The share of its time that a replica computes prompts, from which on it takes no answers if it can help it."""
+
+LINK_SHARE = 0.3
+"""The share of a link that the KV of a replica's answers takes, from which on others take answers as well."""
 
 Ways = tuple[Codes, Codes, Numbers]
 """Owners, helpers (-1: none) and costs in seconds."""
@@ -45,7 +48,7 @@ class Joint:
         """
         costs = Costs(here)
         if here.columns.coefficients and not here.settings.split_always:
-            spare = _has_spare_steps(here)
+            spare = has_spare_steps(here)
             pairs = _pairs(here, costs, here.pair_owners & spare, here.helpers)
             return _pick(here, [*pairs, *_alone(costs, here.alone & spare)])
         for owners, helpers in here.by_role():
@@ -96,6 +99,7 @@ class Costs:
         cost_s: Numbers = weights.ttft * ttft_s + weights.others * (outlook.answers * outlook.beside_s)
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
         cost_s += weights.later * later * prefill_s * (queue_s + prefill_s / 2)
+        cost_s += weights.others * outlook.moves_per_s * prefill_s * self.landing_s
         objective_s = self._here.objectives[0]
         if objective_s < np.inf:
             over_s = ttft_s - self._here.settings.slack * objective_s
@@ -104,23 +108,40 @@ class Costs:
 
     @cached_property
     def decode_s(self) -> Numbers:
-        """The replica writes the answer: to this request, to the other sessions, to prompts that come, and in memory.
-
-        While a prompt is computed, steps are as long as the answers allow, and prompts get a smaller share of them.
-        """
+        """The replica writes the answer: to this request, the other sessions, prompts that come, and in memory."""
         weights, outlook, columns, steps = self._weights, self._outlook, self._columns, self._steps
-        longest_s = outlook.beside_step_s(outlook.answers + 1.0, self._here.objectives[1])
-        beside_s = np.maximum(np.minimum(longest_s, outlook.step_s + outlook.whole_step_s), outlook.step_s)
-        load = outlook.prefill_load
-        step_s = outlook.step_s + load * (beside_s - outlook.step_s)
+        load, step_s = outlook.prefill_load, self.mixed_step_s
         cost_s: Numbers = (steps * weights.decode) * step_s
         cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s)
         cost_s += weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
-        if self._here.objectives[1] < np.inf:
-            cost_s += (steps * weights.late) * np.maximum(step_s - self._here.objectives[1], 0.0)
+        objective_s = self._here.objectives[1]
+        if objective_s < np.inf:
+            over_s = np.maximum(step_s - objective_s, 0.0)
+            cost_s += weights.late * np.where(over_s > 0, steps * over_s + self._missed_s, 0.0)
         fill = np.minimum(outlook.fill, FULL)
         cost_s += weights.memory_s * fill / (1.0 - fill)
         return self._pinned(cost_s)
+
+    @property
+    def _missed_s(self) -> float:
+        """What a request that misses an objective costs beyond the seconds by which it is late."""
+        ttft_s, tpot_s = self._here.objectives
+        return MISS * (ttft_s if ttft_s < np.inf else self._steps * tpot_s)
+
+    @cached_property
+    def beside_s(self) -> Numbers:
+        """Seconds of a step of the answer in which prompts are computed as well: as long as the answers allow."""
+        outlook = self._outlook
+        longest_s = outlook.beside_step_s(outlook.answers + 1.0, self._here.objectives[1])
+        step_s: Numbers = np.maximum(np.minimum(longest_s, outlook.step_s + outlook.whole_step_s), outlook.step_s)
+        return step_s
+
+    @cached_property
+    def mixed_step_s(self) -> Numbers:
+        """Seconds of a step of the answer, in the mean of those with prompts in them and those without."""
+        outlook = self._outlook
+        step_s: Numbers = outlook.step_s + outlook.prefill_load * (self.beside_s - outlook.step_s)
+        return step_s
 
     @cached_property
     def slower(self) -> Numbers:
@@ -141,14 +162,48 @@ class Costs:
         waits_s = np.minimum(outlook.queue_s, self._steps * outlook.step_s)
         cost_s: Numbers = weights.decode * waits_s + weights.others * prompts * outlook.queue_s * self.slower
         cost_s = np.where(prompts > 0, cost_s, 0.0)
-        whole_s = np.maximum(outlook.whole_step_s, outlook.chunk_s)
-        step_s = np.minimum(outlook.beside_step_s(outlook.answers), whole_s)
         chance = np.where(prompts > 0, 1.0, outlook.prefill_load)
-        cost_s += weights.decode * chance * step_s / 2
-        objective_s = self._here.objectives[1]
-        if objective_s < np.inf:
-            spare_s = np.maximum(self._steps * (objective_s - outlook.step_s), TINY_S)
-            cost_s += weights.late * chance * _late_s(step_s, spare_s)
+        cost_s += chance * self.landing_s
+        return cost_s
+
+    @cached_property
+    def landing_s(self) -> Numbers:
+        """What it costs an answer in expectation that its KV cache arrives in the middle of a step with prompts."""
+        delay_s = self.beside_s / 2
+        cost_s: Numbers = self._weights.decode * delay_s + self.late_s(delay_s, self.spare_s)
+        return cost_s
+
+    @cached_property
+    def spare_s(self) -> Numbers:
+        """The seconds that an answer of the expected length has to spare until it misses its TPOT objective."""
+        spare_s: Numbers = np.maximum(self._steps * (self._here.objectives[1] - self.mixed_step_s), TINY_S)
+        return spare_s
+
+    def moving_s(self, owners: Codes, helpers: Codes) -> Numbers:
+        """What the move of the KV costs each pair: a row per owner, a column per helper.
+
+        The computation hides its part of it. Others' KV moves to the owner as well, by the rate at which answers are
+        placed there; it waits for that as long as in an M/D/1 queue.
+        """
+        outlook = self._outlook
+        move_s = outlook.kv_bytes(owners) / self._here.knowledge.link_bytes_per_s
+        prefill_s = outlook.prefill_s[helpers]
+        link_load = np.minimum(outlook.moves_per_s[owners] * move_s, MOST_LOAD)
+        queue_s = move_s * link_load / (1.0 - link_load) / 2
+        waits_s = np.maximum(move_s[:, None] - prefill_s, 0.0) + queue_s[:, None]
+        cost_s: Numbers = self._weights.decode * waits_s + self.late_s(waits_s, self.spare_s[owners, None])
+        return cost_s
+
+    def late_s(self, delay_s: Numbers, spare_s: Numbers) -> Numbers:
+        """What it costs in expectation that the answer goes on so much later than after its first token.
+
+        `spare_s`: see there. Lengths are taken to be exponentially distributed, so a short answer is late where one of
+        the expected length is not.
+        """
+        if self._here.objectives[1] == np.inf:
+            return np.zeros_like(delay_s)
+        chance = -np.expm1(-delay_s / spare_s)
+        cost_s: Numbers = self._weights.late * (delay_s - spare_s * chance + self._missed_s * chance)
         return cost_s
 
     def _pinned(self, cost_s: Numbers) -> Numbers:
@@ -159,24 +214,19 @@ class Costs:
         return cost_s
 
 
-def _has_spare_steps(here: Field) -> Flags:
+def has_spare_steps(here: Field) -> Flags:
     """The replicas that take answers: all but those that compute prompts nearly all the time.
 
     An answer there makes every step of the prompts shorter, and all that wait for their prompts hold memory meanwhile.
-    Where all replicas compute prompts all the time, all of them take answers.
+    Where all others compute prompts all the time, or have no link to spare for more answers, every replica takes them.
     """
-    spare = here.outlook.prefill_load < SATURATED
-    return spare if (spare & here.columns.ready & here.columns.decodes).any() else np.ones_like(spare)
-
-
-def _late_s(delay_s: Numbers, spare_s: Numbers) -> Numbers:
-    """The expected seconds by which an answer is late after a delay.
-
-    `spare_s`: the time that an answer of the expected length has to spare. Lengths are taken to be exponentially
-    distributed, so a short answer is late where one of the expected length is not.
-    """
-    late: Numbers = delay_s + spare_s * np.expm1(-delay_s / spare_s)
-    return late
+    outlook, columns = here.outlook, here.columns
+    spare = outlook.prefill_load < SATURATED
+    able = spare & columns.ready & columns.decodes
+    if here.knowledge.link_bytes_per_s:
+        bytes_per_s = outlook.moves_per_s * outlook.kv_bytes(np.arange(len(able)))
+        able &= bytes_per_s < LINK_SHARE * here.knowledge.link_bytes_per_s
+    return spare if able.any() else np.ones_like(spare)
 
 
 def _alone(costs: Costs, able: Flags) -> Iterator[Ways]:
@@ -196,8 +246,7 @@ def _pairs(here: Field, costs: Costs, owning: Flags, helping: Flags) -> Iterator
         helpers = _least(costs.prefill_s, np.flatnonzero(helping & same))
         cost_s = decode_s[owners, None] + costs.prefill_s[helpers]
         if here.knowledge.link_bytes_per_s:
-            moving_s = here.outlook.kv_bytes(owners)[:, None] / here.knowledge.link_bytes_per_s
-            cost_s += here.settings.weights.ttft * np.maximum(moving_s - here.outlook.prefill_s[helpers], 0.0)
+            cost_s += costs.moving_s(owners, helpers)
         at, by = np.nonzero(owners[:, None] != helpers)
         if at.size:
             yield owners[at], helpers[by], cost_s[at, by]

@@ -85,12 +85,26 @@ def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> N
     fleet.reserve(split("a", 30), 100, 0.0)
     fleet.reserve(split("b", 20), 100, 0.0)
     assert seen(fleet, "d0") == ReplicaView(
-        D0, free_blocks=50, sessions=2, backlog_tokens=0, expected_blocks=50, held_tokens=200.0, pending=2
+        D0,
+        free_blocks=50,
+        sessions=2,
+        backlog_tokens=0,
+        expected_blocks=50,
+        held_tokens=200.0,
+        pending=2,
+        flow_moves=2.0,
     )
     fleet.update(snapshot(D0, 2, used_blocks=10, running=1, sessions=("a",)), 0.1)
     assert seen(fleet, "d0").free_blocks == 50
     fleet.update(snapshot(D0, 3, used_blocks=60, running=3, sessions=("a", "b")), 0.2)
     assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (40, 3)
+
+
+def test_what_was_placed_on_a_replica_that_is_gone_is_forgotten(fleet: Fleet) -> None:
+    fleet.reserve(split("a", 30), 100, 0.0)
+    fleet.forget("d0")
+    fleet.update(snapshot(D0, 9), 1.0)
+    assert seen(fleet, "d0").flow_moves == 0.0
 
 
 def test_a_prefill_replica_carries_the_prompt_until_the_prefill_is_done(fleet: Fleet) -> None:
@@ -117,7 +131,7 @@ def test_decode_s_sessions_are_pending_until_their_prompts_are_computed_elsewher
 
 def _still(view: ReplicaView) -> ReplicaView:
     """A row without what was placed there lately, which a release does not undo."""
-    return view._replace(flow_prompts=0.0, flow_s=0.0, flow_at_s=0.0)
+    return view._replace(flow_prompts=0.0, flow_s=0.0, flow_moves=0.0, flow_at_s=0.0)
 
 
 def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Fleet) -> None:
@@ -164,7 +178,14 @@ def test_sessions_that_others_placed_count_with_all_that_they_were_promised() ->
     fleet.update(snapshot(D0, 41, used_blocks=7, running=1, sessions=("x", "y"), reservations=theirs), 0.0)
     fleet.reserve(split("ours", 50), 16, 0.0)
     assert seen(fleet, "d0") == ReplicaView(
-        D0, free_blocks=5, sessions=3, backlog_tokens=0, expected_blocks=85, held_tokens=166.0, pending=1
+        D0,
+        free_blocks=5,
+        sessions=3,
+        backlog_tokens=0,
+        expected_blocks=85,
+        held_tokens=166.0,
+        pending=1,
+        flow_moves=1.0,
     )
     fleet.update(snapshot(D0, 42, sessions=("y", "ours"), reservations=(theirs[1], NOTHING)), 0.1)
     assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (35, 2)

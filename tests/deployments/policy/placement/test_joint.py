@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.fleet.columns import ReplicaView
+from deployments.fleet.flow import WINDOW_S
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.choice import Choice, near_s
 from deployments.policy.placement.estimates import MANY, Knowledge, Outlook
 from deployments.policy.placement.field import Field, PlacementSettings
-from deployments.policy.placement.joint import CANDIDATES, Costs, Joint
+from deployments.policy.placement.joint import CANDIDATES, Costs, Joint, has_spare_steps
 from deployments.policy.placement.split import ANY
 from deployments.step_cost import Coefficients
 from load_tests.bench.placement import Cluster
@@ -62,10 +63,9 @@ def sweep(here: Field) -> dict[tuple[int, int | None], float]:
         for helper in np.flatnonzero(here.helpers).tolist():
             if owner == helper or here.columns.fingerprint[owner] != here.columns.fingerprint[helper]:
                 continue
-            moving_s = float(here.outlook.kv_bytes(np.array([owner]))[0]) / link if link else 0.0
-            unhidden_s = max(0.0, moving_s - float(here.outlook.prefill_s[helper]))
+            moving_s = float(costs.moving_s(np.array([owner]), np.array([helper]))[0, 0]) if link else 0.0
             own_s = costs.decode_s[owner] + costs.between_prompts_s[owner]
-            found[owner, helper] = float(own_s + costs.prefill_s[helper]) + here.settings.weights.ttft * unhidden_s
+            found[owner, helper] = float(own_s + costs.prefill_s[helper]) + moving_s
     return found
 
 
@@ -133,3 +133,47 @@ def test_hits_on_few_replicas_and_on_all_are_predicted_as_one_by_one(shared_bloc
             assert outlook.cached_on(row) == cached
         sizes.add(len(outlook.hit_rows) > MANY)
     assert sizes == {shared_blocks > 0}
+
+
+def costs_of(field: Field, **load: float) -> Costs:
+    """The costs where the replica "m" has this load."""
+    columns = field.columns
+    for name, value in load.items():
+        columns[name][columns.rows["m"]] = value
+    return Costs(field)
+
+
+def test_an_answer_of_few_tokens_costs_more_where_its_kv_cache_would_land_between_prompts() -> None:
+    short, long = (costs_of(idle_field(1000, answer, {}), prompts=1.0, busy_until_s=0.1) for answer in (4, 400))
+    owner = short._columns.rows["m"]
+    other = short._columns.rows["d"]
+    assert short.between_prompts_s[owner] > 5 * short.between_prompts_s[other]
+    assert short.between_prompts_s[owner] > 5 * long.between_prompts_s[owner], "a long answer makes up for it"
+
+
+def test_a_prompt_costs_more_where_answers_keep_arriving() -> None:
+    still, busy = costs_of(idle_field(1000, 10, {})), costs_of(idle_field(1000, 10, {}), flow_moves=50.0)
+    row = still._columns.rows["m"]
+    assert busy.prefill_s[row] > still.prefill_s[row]
+
+
+def test_a_move_waits_for_the_moves_of_other_answers_on_the_link() -> None:
+    still, busy = costs_of(idle_field(8000, 10, {})), costs_of(idle_field(8000, 10, {}), flow_moves=900.0)
+    rows, owner = still._columns.rows, np.array([still._columns.rows["m"]])
+    assert busy.moving_s(owner, np.array([rows["p"]]))[0, 0] > still.moving_s(owner, np.array([rows["p"]]))[0, 0]
+
+
+def test_answers_go_beside_prompts_only_where_all_others_are_as_busy_or_their_links_are() -> None:
+    def may_answer(**load: float) -> set[str]:
+        field = idle_field(8000, 10, {})
+        columns = field.columns
+        for name in ("p", "m"):
+            columns["flow_s"][columns.rows[name]] = 0.8 * WINDOW_S
+        for name, value in load.items():
+            columns[name][columns.rows["d"]] = value
+        spare = has_spare_steps(field)
+        return {name for name, row in columns.rows.items() if spare[row]}
+
+    assert may_answer() == {"d"}
+    assert may_answer(flow_s=0.8 * WINDOW_S) == {"p", "d", "m"}
+    assert may_answer(flow_moves=1000.0) == {"p", "d", "m"}

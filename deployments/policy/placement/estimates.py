@@ -122,7 +122,7 @@ class Outlook:
     @cached_property
     def prefill_s(self) -> Numbers:
         """Seconds to compute that part, in steps that also give the running answers their tokens."""
-        seconds: Numbers = self.beside_s / self.share(self.answers)
+        seconds: Numbers = self.beside_s / self.share
         return seconds
 
     @cached_property
@@ -168,22 +168,27 @@ class Outlook:
         `tpot_s`: the objective of one more answer.
         """
         decoding_s = self._base_s + answers * self._answer_s
-        objective_s = np.minimum(self.objective_s, tpot_s)
-        has_answers = answers + self.columns["pending"] > 0
-        free_s = np.where(has_answers, decoding_s / (1.0 - self._prompt_share), np.inf)
-        allowed_s = np.where(objective_s < np.inf, STEADY * objective_s, free_s)
-        step_s: Numbers = np.maximum(allowed_s, decoding_s / (1.0 - LEAST_SHARE))
+        longest_s = STEADY * np.minimum(self.objective_s, tpot_s)
+        if tpot_s == math.inf:
+            free_s = np.where(answers + self.columns["pending"] > 0, decoding_s / (1.0 - self._prompt_share), np.inf)
+            longest_s = np.where(longest_s < np.inf, longest_s, free_s)
+        step_s: Numbers = np.maximum(longest_s, decoding_s / (1.0 - LEAST_SHARE))
         return step_s
 
-    def share(self, answers: Numbers, tpot_s: float = math.inf) -> Numbers:
-        """The share of each step that goes to prompts, beside so many answers.
+    def share_of(self, answers: Numbers, longest_s: Numbers) -> Numbers:
+        """The share of each step that goes to prompts, beside so many answers. `longest_s`: see `beside_step_s`.
 
         A step is as long as its decoding and one chunk take, or as long as the answers allow.
         """
         decoding_s = self._base_s + answers * self._answer_s
-        step_s = np.minimum(self.beside_step_s(answers, tpot_s), decoding_s + self.chunk_s)
+        step_s = np.minimum(longest_s, decoding_s + self.chunk_s)
         share: Numbers = 1.0 - decoding_s / np.maximum(step_s, TINY_S)
         return np.maximum(share, TINY_S)
+
+    @cached_property
+    def share(self) -> Numbers:
+        """The share of each step that goes to prompts, beside the answers of now."""
+        return self.share_of(self.answers, self.beside_step_s(self.answers))
 
     @cached_property
     def _base_s(self) -> Numbers:

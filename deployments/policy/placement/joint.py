@@ -132,9 +132,13 @@ class Costs:
     def beside_s(self) -> Numbers:
         """Seconds of a step of the answer in which prompts are computed as well: as long as the answers allow."""
         outlook = self._outlook
-        longest_s = outlook.beside_step_s(outlook.answers + 1.0, self._here.objectives[1])
-        step_s: Numbers = np.maximum(np.minimum(longest_s, outlook.step_s + outlook.whole_step_s), outlook.step_s)
+        whole_s = outlook.step_s + outlook.whole_step_s
+        step_s: Numbers = np.maximum(np.minimum(self._longest_s, whole_s), outlook.step_s)
         return step_s
+
+    @cached_property
+    def _longest_s(self) -> Numbers:
+        return self._outlook.beside_step_s(self._outlook.answers + 1.0, self._here.objectives[1])
 
     @cached_property
     def mixed_step_s(self) -> Numbers:
@@ -147,9 +151,8 @@ class Costs:
     def slower(self) -> Numbers:
         """How much longer a prompt takes on each replica with this answer beside it, as a share of its time without."""
         outlook = self._outlook
-        with_it = outlook.share(outlook.answers + 1.0, self._here.objectives[1])
-        slower = outlook.share(outlook.answers) / with_it - 1.0
-        return np.maximum(slower, 0.0)
+        with_it = outlook.share_of(outlook.answers + 1.0, self._longest_s)
+        return np.maximum(outlook.share / with_it - 1.0, 0.0)
 
     @cached_property
     def between_prompts_s(self) -> Numbers:

@@ -50,6 +50,11 @@ class ReplicaView(NamedTuple):
     flow_moves: float = 0.0
     flow_at_s: float = 0.0
 
+    @property
+    def answers(self) -> int:
+        """The answers that it writes now."""
+        return max(0, self.sessions - self.pending - self.prompts)
+
 
 CHUNK_TOKENS = 2048
 """The most prompt tokens in a step of a replica that does not report its own number."""

@@ -9,6 +9,11 @@ WINDOW_S = 10.0
 """What was placed so long ago counts for about a third of what is new."""
 
 
+def per_s(total: float, at_s: float, now_s: float) -> float:
+    """The rate of a sum of a `Flow`, as it had faded at `at_s`."""
+    return total * math.exp(-max(0.0, now_s - at_s) / WINDOW_S) / WINDOW_S
+
+
 @dataclass(slots=True)
 class Flow:
     """Sums over what was placed, in which older placements fade. Times are seconds of the caller's clock.
@@ -34,6 +39,6 @@ class Flow:
         self.moves += 1.0
 
     def _fade(self, now_s: float) -> None:
-        left = math.exp(-max(0.0, now_s - self.at_s) / WINDOW_S)
+        left = per_s(WINDOW_S, self.at_s, now_s)
         self.prompts, self.seconds, self.moves = left * self.prompts, left * self.seconds, left * self.moves
         self.at_s = max(now_s, self.at_s)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deployments.fleet.columns import ReplicaView
+from deployments.fleet.flow import per_s
 from deployments.fleet.promise import Promise
 from deployments.messages import Admit, Phase, Reject, ReplicaSnapshot
 from deployments.policy.allocator import Allocator
@@ -35,7 +36,7 @@ class Counts:
 
 def ready(allocator: Allocator, now_s: float) -> dict[str, Any]:
     """See `calls.Ready`."""
-    loads = {view.info.replica_id: _load(view) for view in allocator.fleet.view(now_s).ready}
+    loads = {view.info.replica_id: _load(view, now_s) for view in allocator.fleet.view(now_s).ready}
     pools = {
         pool: {
             "ready": any(replica.fresh and replica.phase is Phase.READY for replica in replicas.values()),
@@ -69,7 +70,12 @@ def status(allocator: Allocator, counts: Counts, now_s: float) -> dict[str, Any]
     }
 
 
-def _load(view: ReplicaView) -> dict[str, Any]:
+def _load(view: ReplicaView, now_s: float) -> dict[str, Any]:
+    """What placement sees of a replica.
+
+    `prompts`, `answers`: what it computes and writes now. `prefill_load`: the share of its time that it has computed
+    prompts lately. So it shows what a replica of any role has become.
+    """
     info = view.info
     return {
         "total_blocks": info.total_blocks,
@@ -77,6 +83,9 @@ def _load(view: ReplicaView) -> dict[str, Any]:
         "sessions": view.sessions,
         "max_sessions": info.max_sessions,
         "backlog_tokens": view.backlog_tokens,
+        "prompts": view.prompts,
+        "answers": view.answers,
+        "prefill_load": round(per_s(view.flow_s, view.flow_at_s, now_s), 3),
     }
 
 

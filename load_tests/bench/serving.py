@@ -22,9 +22,11 @@ Peers run one at a time, all of them in every round, and the first one changes f
 **Load.** `mixed.<rate>`: open loop, with the given requests per second for `--seconds`. Prompts of 1,000 tokens with
 answers of 8 (35 of 155) come among prompts of 40 with answers of 60. Arrivals are Poisson (`--arrivals bursts`: herds
 of eight). `closed.<n>`: n requests at any time, with prompts of 256 tokens and answers of 32, for `--closed-seconds`;
-counting begins after a quarter of that. `--trace azure`: `trace.<rate>`, a trace's requests at those rates. Prompts are
-random tokens: no cache has them. In a round every peer gets the same requests; rounds differ. Before them comes a
-warm-up that does not count.
+counting begins after a quarter of that. `talks.<n>`: n conversations of four turns at any time, with prompts of 384,
+516, 648 and 780 tokens and answers of 32: each prompt is all that was said before and a question. `--trace azure`:
+`trace.<rate>`, a trace's requests at those rates. Prompts are random tokens: no cache has them, but for what a
+conversation has said before. In a round every peer gets the same requests; rounds differ. Before them comes a warm-up
+that does not count.
 
 **Objectives**, stated here and before any run. The first token comes within 0.5 s for a short request and within 4 s
 for a long one. For both a token comes every 50 ms on average. `--slower 3` multiplies all of them by three, for a
@@ -48,7 +50,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -64,8 +66,21 @@ from load_tests.harness.peers.settings import Settings, settings
 from load_tests.report.serving import rounded
 from load_tests.report.serving_rounds import Results, Row, closed_row, mixed_row, objectives_for, trace_row
 from load_tests.simulator.traces import TraceError, find
-from load_tests.traffic.client import Answer, Client, closed_loop, open_loop
-from load_tests.traffic.workloads import CLOSED, LONG, SHORT, asks, bursts, mixed, poisson, prompt_of, replay, unlike
+from load_tests.traffic.client import Answer, Ask, Client, Talk, closed_loop, open_loop
+from load_tests.traffic.workloads import (
+    CLOSED,
+    LONG,
+    SHORT,
+    TALK,
+    asks,
+    bursts,
+    mixed,
+    poisson,
+    prompt_of,
+    replay,
+    talks,
+    unlike,
+)
 
 MOST_CONCURRENCY, MOST_TRIES = 10_000, 100
 ARRIVALS = {"poisson": poisson, "bursts": bursts}
@@ -91,7 +106,8 @@ def greedy(peer: Peer) -> list[str]:
 
 async def measure(peer: Peer, options: argparse.Namespace, number: int, results: Results, most_tokens: int) -> None:
     """Measures all loads on one running peer. `most_tokens`: the longest prompt with answer that its model takes."""
-    seed, seconds, stolen = options.seed + number, options.seconds, Stolen()
+    seed: int = options.seed + number
+    seconds, stolen = options.seconds, Stolen()
 
     async def measured(work: str, load: str, once: Callable[[int], Awaitable[tuple[Row, list[Answer]]]]) -> None:
         """One load, tried until neighbours leave it alone, `--tries` times at most. The least disturbed try is kept."""
@@ -116,7 +132,16 @@ async def measure(peer: Peer, options: argparse.Namespace, number: int, results:
 
         async def closed_once(concurrency: int, attempt: int) -> tuple[Row, list[Answer]]:
             # A seed for each loop and try: a cache may still have the prompts of an earlier one.
-            source = asks(CLOSED, (seed * MOST_TRIES + attempt) * MOST_CONCURRENCY + concurrency)
+            source = asks(CLOSED, seed_of(attempt, concurrency))
+            return await loop_once(source, concurrency)
+
+        async def talks_once(concurrency: int, attempt: int) -> tuple[Row, list[Answer]]:
+            return await loop_once(talks(seed_of(attempt, concurrency)), concurrency)
+
+        def seed_of(attempt: int, concurrency: int) -> int:
+            return (seed * MOST_TRIES + attempt) * MOST_CONCURRENCY + concurrency
+
+        async def loop_once(source: Iterator[Ask | Talk], concurrency: int) -> tuple[Row, list[Answer]]:
             begin_s, end_s = options.closed_seconds / 4, 1.25 * options.closed_seconds
             answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
             return closed_row(answers, begin_s, end_s), answers
@@ -128,6 +153,8 @@ async def measure(peer: Peer, options: argparse.Namespace, number: int, results:
             await measured("trace", f"{rate:g}", partial(trace_once, rate))
         for concurrency in options.concurrency:
             await measured("closed", str(concurrency), partial(closed_once, concurrency))
+        for concurrency in options.talks:
+            await measured("talks", str(concurrency), partial(talks_once, concurrency))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -167,7 +194,7 @@ def _asked(options: argparse.Namespace, made: Settings) -> dict[str, Any]:
         "tries": options.tries,
         "most_stolen": options.most_stolen,
         "objectives": {kind: asdict(objective) for kind, objective in objectives_for(options.slower).items()},
-        "shapes": {shape.kind: [shape.prompt_tokens, shape.output_tokens] for shape in (SHORT, LONG, CLOSED)},
+        "shapes": {shape.kind: [shape.prompt_tokens, shape.output_tokens] for shape in (SHORT, LONG, CLOSED, TALK)},
         "model": made.name,
         "engine_arguments": dict(made.arguments),
     }
@@ -179,7 +206,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=_names, default=["baton", "vllm", "rayllm"], help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rates", type=_numbers, default=[0.8, 1.55, 2.3], help="requests per second; empty: none")
-    parser.add_argument("--concurrency", type=_integers, default=[16, 64], help="of the closed loops; empty: none")
+    parser.add_argument(
+        "--concurrency", type=_integers, default=[1, 4, 16, 64], help="of the closed loops; empty: none"
+    )
+    parser.add_argument("--talks", type=_integers, default=[16], help="conversations at a time; empty: none")
     parser.add_argument("--seconds", type=float, default=60.0, help="of every open loop")
     parser.add_argument("--closed-seconds", type=float, help="of every closed loop; --seconds")
     parser.add_argument("--warm-seconds", type=float, default=8.0, help="of the open loop that is not measured")

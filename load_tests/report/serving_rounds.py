@@ -14,7 +14,7 @@ from load_tests.traffic.client import Answer
 
 OBJECTIVES = {"short": Objective(0.5, 0.05), "long": Objective(4.0, 0.05)}
 CLOSED_FIGURES = (
-    *("output_tokens_per_s", "ttft_p50_s", "tpot_p50_s"),
+    *("output_tokens_per_s", "ttft_p50_s", "tpot_p50_s", "e2e_p50_s"),
     *("ttft_p99_s", "itl_p99_s", "max_gap_p99_s", "requests", "failed"),
 )
 TRACE_FIGURES = ("e2e_mean_s", "ttft_p99_s", *CLOSED_FIGURES[:3], "max_gap_p99_s", "requests", "failed", "late_p99_s")

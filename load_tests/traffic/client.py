@@ -1,7 +1,8 @@
 """An HTTP client of an OpenAI server. The client notes when every token of a streamed completion arrives.
 
 Open loop: every request is sent at its time and does not wait for those before it. Closed loop: a fixed number of
-requests run at a time, and each is followed by the next. Requests go to the base URLs in turn.
+requests run at a time, and each is followed by the next, which may be the next turn of a conversation. Requests go to
+the base URLs in turn.
 """
 
 from __future__ import annotations
@@ -29,12 +30,21 @@ class Ask:
     kind: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation: the prompt of each turn is all that was said before, and the next of `questions`."""
+
+    questions: tuple[tuple[int, ...], ...]
+    output_tokens: int
+    kind: str = ""
+
+
 @dataclass(slots=True)
 class Answer:
     """The outcome of one request. Times are in seconds from the start of the run.
 
     `events`: arrival time and number of tokens of each event that had tokens. `error`: why the answer is not whole,
-    else "".
+    else "". `token_ids`: the answer, where the server returns them.
     """
 
     kind: str
@@ -43,6 +53,7 @@ class Answer:
     sent_s: float = 0.0
     events: list[tuple[float, int]] = field(default_factory=list)
     error: str = ""
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -67,10 +78,11 @@ class StreamError(Exception):
     """The server answered with an error status, or its stream had an error event or a line that is no event."""
 
 
-def tokens_of(line: bytes) -> int | None:
-    """The number of tokens in one line of an event stream. None where the line has no data or ends the stream.
+def tokens_of(line: bytes) -> tuple[int, list[int]] | None:
+    """The number of tokens in one line of an event stream, and their ids where the server returns them.
 
-    Where a server does not return token ids, each event with text counts as one token. Raises StreamError.
+    None where the line has no data or ends the stream. Without ids, each event with text counts as one token. Raises
+    StreamError.
     """
     if not line.startswith(b"data: ") or line == b"data: [DONE]":
         return None
@@ -80,7 +92,8 @@ def tokens_of(line: bytes) -> int | None:
         raise StreamError(f"{error}: {line[:200]!r}") from error
     if event.error is not None:
         raise StreamError(bytes(event.error).decode()[:300])
-    return sum(len(c.token_ids) if c.token_ids is not None else bool(c.text) for c in event.choices)
+    count = sum(len(c.token_ids) if c.token_ids is not None else bool(c.text) for c in event.choices)
+    return count, [token for choice in event.choices for token in choice.token_ids or ()]
 
 
 class Client:
@@ -127,8 +140,9 @@ class Client:
                 if response.status != 200:
                     raise StreamError(f"status {response.status}: {(await response.text())[:300]}")
                 async for line in _lines(response.content):
-                    if count := tokens_of(line):
-                        answer.events.append((self.now_s(), count))
+                    if (found := tokens_of(line)) and found[0]:
+                        answer.events.append((self.now_s(), found[0]))
+                        answer.token_ids += found[1]
         except (aiohttp.ClientError, TimeoutError, StreamError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         if not answer.error and answer.tokens != answer.asked_tokens:
@@ -161,24 +175,36 @@ async def open_loop(client: Client, asks: Sequence[Ask]) -> list[Answer]:
 
 
 async def closed_loop(
-    client: Client, make: Callable[[], Ask], concurrency: int, seconds: float, ramp_s: float = 0.0
+    client: Client, make: Callable[[], Ask | Talk], concurrency: int, seconds: float, ramp_s: float = 0.0
 ) -> list[Answer]:
-    """Keeps `concurrency` requests under way for `seconds`. Those under way at the end are read to their ends.
+    """Keeps `concurrency` requests or conversations under way for `seconds`.
 
-    The first requests are spread over `ramp_s`. A request is due when it is sent. After a request that failed, the next
-    one comes after a short pause.
+    Requests under way at the end are read to their ends, and conversations have no further turn. The first ones are
+    spread over `ramp_s`. A request is due when it is sent. After one that failed, the next comes after a short pause.
     """
     client.restart()
     answers: list[Answer] = []
 
+    async def answered(prompt: tuple[int, ...], made: Ask | Talk) -> Answer:
+        answer = await client.ask(Ask(client.now_s(), prompt, made.output_tokens, made.kind))
+        answers.append(answer)
+        if answer.error:
+            await asyncio.sleep(FAILED_PAUSE_S)
+        return answer
+
+    async def talk(made: Talk) -> None:
+        said: tuple[int, ...] = ()
+        for question in made.questions:
+            answer = await answered(said + question, made)
+            if answer.error or client.now_s() >= seconds:
+                return
+            said += (*question, *answer.token_ids)
+
     async def worker(number: int) -> None:
         await asyncio.sleep(number / concurrency * ramp_s)
-        while (now_s := client.now_s()) < seconds:
-            ask = make()
-            answer = await client.ask(Ask(now_s, ask.prompt, ask.output_tokens, ask.kind))
-            answers.append(answer)
-            if answer.error:
-                await asyncio.sleep(FAILED_PAUSE_S)
+        while client.now_s() < seconds:
+            made = make()
+            await (talk(made) if isinstance(made, Talk) else answered(made.prompt, made))
 
     async with asyncio.TaskGroup() as group:
         for number in range(concurrency):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from load_tests.simulator.traces import Trace
-from load_tests.traffic.client import Ask
+from load_tests.traffic.client import Ask, Talk
 
 TOKEN_IDS = (100, 40_000)  # above the special tokens, within the vocabulary of SmolLM2
 
@@ -24,6 +24,8 @@ class Shape:
 SHORT, LONG = Shape("short", 40, 60), Shape("long", 1000, 8)
 LONG_SHARE = 0.35 / (0.35 + 1.2)
 CLOSED = Shape("closed", 256, 32)
+TALK = Shape("talk", 384, 32)
+TURNS, QUESTION_TOKENS = 4, 100
 
 
 def prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:
@@ -41,6 +43,14 @@ def asks(shape: Shape, seed: int) -> Iterator[Ask]:
     rng = random.Random(f"{seed} {shape}")
     while True:
         yield Ask(0.0, prompt(rng, shape.prompt_tokens), shape.output_tokens, shape.kind)
+
+
+def talks(seed: int) -> Iterator[Talk]:
+    """An endless series of conversations of four turns: prompts of 384, 516, 648 and 780 tokens."""
+    rng = random.Random(f"{seed} {TALK}")
+    while True:
+        lengths = (TALK.prompt_tokens, *[QUESTION_TOKENS] * (TURNS - 1))
+        yield Talk(tuple(prompt(rng, tokens) for tokens in lengths), TALK.output_tokens, TALK.kind)
 
 
 def poisson(rate: float, seconds: float, rng: random.Random) -> list[float]:

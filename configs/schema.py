@@ -246,6 +246,8 @@ class PlacementConfig(Section):
     """Seconds of prompts after which a replica gets no more; null: half the TTFT objective of a request's class."""
     split_min_prompt_tokens: int = Field(1, ge=1)
     """One replica serves shorter prompts whole."""
+    rebalance: bool = True
+    """A running answer moves to another replica where the rest of it costs less by enough, as `joint` weighs it."""
     prompt_share: float = Field(0.75, ge=0.25, le=0.95)
     """The share of a step's time that prompts get beside running answers, where these have no `tpot_s`."""
     queue_timeout_s: float = Field(30.0, gt=0)

@@ -171,8 +171,8 @@ class ReplicaSnapshot:
     none. `steps`: steps since the last snapshot. `cache`: None when nothing changed, or where the engine does not
     report it. `is_starting`: Serve does not know of the replica yet.
 
-    With `placement.overcommit` over 1: `held_tokens`: the tokens of prompt and answer so far, one per session, 0 before
-    its first output. `movable`: the sessions that can go on elsewhere.
+    With `placement.rebalance`, or `placement.overcommit` over 1: `held_tokens`: the tokens of prompt and answer so far,
+    one per session, 0 before its first output. `movable`: the sessions that can go on elsewhere.
     """
 
     replica_id: str
@@ -299,6 +299,10 @@ class Forecast:
     trusted: bool = False
 
 
+MOVED = "moved"
+"""The reason of a placement whose helper hands over the KV cache of a session that it gave up, and computes nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a session goes, what is reserved for it, and how long each stage may take.
@@ -319,6 +323,11 @@ class Placement:
     cached_tokens: int = 0
     forecast: Forecast = Forecast()
     tpot_s: float = 0.0
+
+    @property
+    def is_move(self) -> bool:
+        """Whether its helper hands over a session that it gave up."""
+        return self.reason == MOVED
 
     @property
     def owner(self) -> ReplicaInfo:

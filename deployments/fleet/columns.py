@@ -241,6 +241,18 @@ class Columns:
         free[rows] = room[rows] = 0
         return self._with(numbers={**self.numbers, "free_blocks": free, "room_blocks": room})
 
+    def without_answer(self, row: int, held_tokens: int, expected_blocks: int) -> Columns:
+        """These columns, without one of the answers that the replica in this row writes.
+
+        `held_tokens`, `expected_blocks`: what the columns count for it.
+        """
+        changed = {name: self.numbers[name].copy() for name in ("sessions", "held_tokens", "expected_blocks", "step_s")}
+        for name, part in (("sessions", 1), ("held_tokens", held_tokens), ("expected_blocks", expected_blocks)):
+            changed[name][row] = max(0.0, changed[name][row] - part)
+        steps = self._steps[self.kind[row]]
+        changed["step_s"][row] = _step_s(steps, changed["sessions"][row], changed["held_tokens"][row])
+        return self._with(numbers={**self.numbers, **changed})
+
     def _with(self, **changed: Any) -> Columns:
         other = Columns.__new__(Columns)
         other.__dict__.update(self.__dict__ | changed)

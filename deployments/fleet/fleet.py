@@ -153,7 +153,8 @@ class Fleet:
     def reserve(self, placement: Placement, prompt_tokens: int, now_s: float) -> None:
         """Reserve what a placement needs. Raises ValueError when that session and epoch have a promise."""
         self._ledger.reserve(placement, prompt_tokens, now_s)
-        self._flow(placement.prefiller.replica_id).prompt(placement.forecast.prefill_s, now_s)
+        if not placement.is_move:
+            self._flow(placement.prefiller.replica_id).prompt(placement.forecast.prefill_s, now_s)
         if placement.owner is not placement.prefiller:
             self._flow(placement.owner.replica_id).move(now_s)
 

@@ -71,3 +71,8 @@ class LiveView:
     def without_room_on(self, replica_ids: Collection[str]) -> LiveView:
         """See `View`."""
         return replace(self, columns=self.columns.without_room_on(replica_ids))
+
+    def without_answer(self, replica_id: str, held_tokens: int, expected_blocks: int) -> LiveView:
+        """This view, without one of the answers that a replica writes."""
+        row = self.columns.rows[replica_id]
+        return replace(self, columns=self.columns.without_answer(row, held_tokens, expected_blocks))

@@ -13,7 +13,7 @@ from typing import Any
 from configs.schema import BatonConfig, role_of
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.promise import Promise
-from deployments.fleet.view import View
+from deployments.fleet.view import LiveView, View
 from deployments.messages import (
     Admit,
     Decision,
@@ -58,7 +58,7 @@ class Allocator:
         )
         self.predictors = Predictors(config.channel.link_bytes_per_s)
         self.breakers = Breakers()
-        self._moves = Moves(self.decider.settings, self.fleet, self.breakers, placement.snapshot_interval_s)
+        self._moves = Moves(self.decider, self.fleet, self.breakers, placement.snapshot_interval_s)
         self._retries = RetryBudget()
         self._sessions: dict[str, OpenSession] = {}
         self._answers: dict[str, Admit | Reject] = {}
@@ -197,10 +197,18 @@ class Allocator:
         return not self.predictors.index.knows(snapshot.replica_id)
 
     def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
-        """The sessions that a replica gives up now, because its blocks are running out and others have room."""
+        """The sessions that a replica gives up now: its blocks are running out, or they cost less elsewhere.
+
+        While requests wait, none moves for its costs: what has room is theirs.
+        """
         if not snapshot.held_tokens or snapshot.info is None:
             return ()
-        return self._moves.choose(snapshot, self.predictors.steps_of(snapshot.info.pool), self._request_of, now_s)
+        steps = self.predictors.steps_of(snapshot.info.pool)
+        if moves := self._moves.choose(snapshot, steps, self._request_of, now_s):
+            return moves
+        if self.room or not self._moves.is_time_to_rebalance(snapshot, now_s):
+            return ()
+        return self._moves.rebalance(snapshot, self._sessions, self._live(now_s, moving=True))
 
     def _request_of(self, session_id: str) -> SessionRequest | None:
         session = self._sessions.get(session_id)
@@ -238,7 +246,7 @@ class Allocator:
 
     # ---- decisions
 
-    def _live(self, now_s: float, moving: bool = False) -> View:
+    def _live(self, now_s: float, moving: bool = False) -> LiveView:
         """The fleet now, as a new session sees it, or one that moves."""
         shut = self.breakers.shut(now_s) if self.breakers else ()
         view = self.fleet.live(now_s, self.predictors.coefficients(now_s), shut)

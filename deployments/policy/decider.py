@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.schema import BatonConfig
-from deployments.fleet.view import View
+from deployments.fleet.view import LiveView, View
 from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
 from deployments.policy.admission.objectives import times, verdict
@@ -15,6 +15,8 @@ from deployments.policy.placement.baselines import POLICIES
 from deployments.policy.placement.estimates import Knowledge, Limits
 from deployments.policy.placement.field import TURN_SHARE, Field, PlacementSettings, claimed, most_tokens
 from deployments.policy.placement.place import place
+from deployments.policy.placement.rebalance import saved_s
+from deployments.policy.placement.relief import Running
 
 NEW_GAP = 0.05
 """The weight of the newest gap in the mean gap: one that is more than some 20 placements old hardly counts."""
@@ -116,6 +118,19 @@ class Decider:
             return 0.0
         return TURN_SHARE * priority.ttft_s + float(here.outlook.prefill_s[able].min())
 
+    def saved_s(self, session: OpenSession, answer: Running, left_tokens: float, view: LiveView, source: str) -> float:
+        """The seconds that a move of a running answer saves; see `rebalance.saved_s`.
+
+        `left_tokens`: what it is expected to write yet. `view`: the fleet without it. `source`: where it runs.
+        """
+        request = session.request
+        whole = most_tokens(request)
+        left = replace(request, prompt_tokens=answer.held_tokens, max_tokens=whole - answer.held_tokens, hashes=())
+        knowledge = replace(session.knowledge, hits={}, output_tokens=left_tokens, pinned=frozenset())
+        rest = OpenSession(left, knowledge, session.since_s)
+        here = self._field(rest, view, self.classes.resolve(request.priority))
+        return saved_s(here, view.columns.rows[source])
+
     def claimed(self, request: SessionRequest, view: View) -> str | None:
         """The replica that a request claims when it has waited for long; see `field.claimed`."""
         return claimed(request, view, self.settings.limits)
@@ -193,4 +208,6 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         moves=config.channel.kind != "vllm",
         prompt_share=placement.prompt_share,
         slack=placement.admission_slack,
+        relieves=placement.overcommit > 1,
+        rebalances=placement.rebalance and placement.policy == "joint",
     )

@@ -1,15 +1,18 @@
-"""Which sessions move because a replica's KV blocks are running out, and which replicas take none meanwhile. Pure."""
+"""Which sessions move, because a replica's KV blocks are running out or because they cost less elsewhere. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from deployments.fleet.fleet import Fleet
-from deployments.messages import ReplicaInfo, ReplicaSnapshot, Role, SessionRequest
+from deployments.fleet.view import LiveView
+from deployments.messages import ReplicaInfo, ReplicaSnapshot, Reservation, Role, SessionRequest
 from deployments.policy.admission.breakers import Breakers
-from deployments.policy.placement.field import PlacementSettings, takes
-from deployments.policy.placement.relief import REST, Relief, Running, choose_moves, room_of
+from deployments.policy.decider import Decider, OpenSession
+from deployments.policy.placement.field import takes
+from deployments.policy.placement.rebalance import MOST_ATTEMPTS, Looks, candidate
+from deployments.policy.placement.relief import REST, Relief, Running, choose_moves, room_of, running
 from deployments.step_cost import Coefficients
 
 RequestOf = Callable[[str], SessionRequest | None]
@@ -17,11 +20,12 @@ RequestOf = Callable[[str], SessionRequest | None]
 
 
 class Moves:
-    """Relief applied to the fleet. `interval_s`: between two reports of a replica."""
+    """Relief and rebalancing applied to the fleet. `interval_s`: between two reports of a replica."""
 
-    def __init__(self, settings: PlacementSettings, fleet: Fleet, breakers: Breakers, interval_s: float) -> None:
-        self._settings, self._fleet, self._breakers = settings, fleet, breakers
-        self._relief = Relief(interval_s)
+    def __init__(self, decider: Decider, fleet: Fleet, breakers: Breakers, interval_s: float) -> None:
+        self._decider, self._settings = decider, decider.settings
+        self._fleet, self._breakers = fleet, breakers
+        self._relief, self._looks = Relief(interval_s), Looks()
 
     def barred(self, now_s: float, moving: bool) -> tuple[str, ...]:
         """The replicas that take no session now. `moving`: the session moves, so it may use room kept for such ones."""
@@ -35,7 +39,7 @@ class Moves:
         `takes_s`: what the steps of its pool take.
         """
         info = snapshot.info
-        if not self._settings.moves or not snapshot.held_tokens or info is None:
+        if not self._settings.moves or not self._settings.relieves or not snapshot.held_tokens or info is None:
             return ()
         steps = self._relief.steps(snapshot, takes_s)
         if not info.decodes or not self._relief.is_pressed(snapshot, steps, now_s):
@@ -57,6 +61,36 @@ class Moves:
         self._relief.keep(moves.values(), now_s)
         return tuple(moves)
 
+    def rebalance(
+        self, snapshot: ReplicaSnapshot, sessions: Mapping[str, OpenSession], view: LiveView
+    ) -> tuple[str, ...]:
+        """The answer that a replica gives up now, if any, because it costs less elsewhere.
+
+        `sessions`: those that this allocator has placed. Others stay.
+        """
+        replica_id = snapshot.replica_id
+        answers = [
+            (each, _left_tokens(sessions[each.session_id], each))
+            for each in running(snapshot)
+            if each.session_id in sessions and sessions[each.session_id].request.attempt < MOST_ATTEMPTS
+        ]
+        found = candidate(answers)
+        if found is None or replica_id not in view.columns.rows:
+            return ()
+        answer, left_tokens = found
+        reserved = dict(zip(snapshot.sessions, snapshot.reservations, strict=False)).get(
+            answer.session_id, Reservation()
+        )
+        without = view.without_answer(replica_id, reserved.held_tokens, reserved.expected_blocks)
+        saved_s = self._decider.saved_s(sessions[answer.session_id], answer, left_tokens, without, replica_id)
+        return (answer.session_id,) if saved_s > 0 else ()
+
+    def is_time_to_rebalance(self, snapshot: ReplicaSnapshot, now_s: float) -> bool:
+        """Whether to look now for an answer that costs less elsewhere."""
+        settings, info = self._settings, snapshot.info
+        may = settings.moves and settings.rebalances and info is not None and info.decodes and any(snapshot.held_tokens)
+        return bool(may) and self._looks.is_due(snapshot.replica_id, now_s)
+
     def _takes_over(self, info: ReplicaInfo) -> bool:
         keeps_roles = self._settings.split_always and info.role is Role.PREFILL
         return info.decodes and not keeps_roles
@@ -67,3 +101,8 @@ class Moves:
         whole = request.prompt_tokens + request.max_tokens
         remainder = replace(request, prompt_tokens=running.held_tokens, max_tokens=whole - running.held_tokens)
         return takes(remainder, target, self._settings.limits)
+
+
+def _left_tokens(session: OpenSession, answer: Running) -> float:
+    """The tokens that an answer is expected to write yet."""
+    return max(0.0, session.knowledge.output_tokens - (answer.held_tokens - session.request.prompt_tokens))

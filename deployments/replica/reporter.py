@@ -102,7 +102,7 @@ class Reporter:
         self._version += 1
         parts = tuple(self._parts.open.values())
         load = self._readings.load if parts else self._readings.idle_load
-        grows = self._config.overcommit > 1
+        may_move = self._config.overcommit > 1 or self._config.rebalance
         return ReplicaSnapshot(
             replica_id=self._identity.replica_id,
             version=self._version,
@@ -123,7 +123,7 @@ class Reporter:
             steps=self._readings.take_steps(),
             cached_blocks=max(0, load.cached_blocks - load.used_blocks),  # most blocks in use are cached ones
             cache=None if self.info is None else self._engine.cache_change(whole=self._resync),
-            held_tokens=tuple(part.held_tokens for part in parts) if grows else (),
-            movable=frozenset(part.task.session_id for part in parts if grows and part.task.movable),
+            held_tokens=tuple(part.held_tokens for part in parts) if may_move else (),
+            movable=frozenset(part.task.session_id for part in parts if may_move and part.task.movable),
             is_starting=self._life.is_starting,
         )

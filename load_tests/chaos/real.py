@@ -44,7 +44,7 @@ def run(faults: int, seed: int) -> dict[str, Any]:
     """Runs it. Returns `real`, as the benchmark prints it."""
     serve = yaml.safe_load(CONFIG.read_text())
     arguments = serve["applications"][0]["args"]
-    arguments["placement"]["session_timeout_s"] = SESSION_S
+    arguments["placement"] = {"split": "always", "session_timeout_s": SESSION_S}  # every request has a handoff
     arguments["channel"]["handoff_timeout_s"] = SESSION_S / 4
     marker = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:

@@ -91,11 +91,23 @@ class DecodeBatch:
                 ended.append(work)
         return ended
 
+    def __contains__(self, work: object) -> bool:
+        return work in self._members
+
     def drop_newest(self) -> Work:
         """Take out the sequence that joined last, and return it."""
         work = next(reversed(self._members))
-        self._remove(work)
+        self.drop(work)
         return work
+
+    def drop(self, work: Work) -> None:
+        """Take out a sequence between two steps."""
+        self._remove(work)
+
+    def held_tokens(self, work: Work, steps: int) -> int:
+        """The tokens that a sequence holds, `steps` steps from here; 0 when it is not in the batch."""
+        member = self._members.get(work)
+        return 0 if member is None else work.prompt_tokens + work.outputs - (member.end_step - self.step - steps)
 
     def _ends_at(self, end_step: int, work: Work) -> bool:
         """Whether an entry of `_ends` still holds. The sequence may have been taken out, and may have joined again."""

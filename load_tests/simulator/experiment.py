@@ -117,6 +117,7 @@ def perform(experiment: Experiment) -> dict[str, Any]:
         "seed": experiment.seed,
         **summarise(result.records, classes),
         "preemptions": result.preemptions,
+        "moves": result.moves,
         "simulated_s": round(result.simulated_s, 1),
         "cpu_s": round(time.process_time() - begun_s, 1),
     }

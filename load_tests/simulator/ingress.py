@@ -19,6 +19,10 @@ Answered = Callable[[str, Admit | Reject], None]
 """Called with the decision on a session."""
 
 
+Move = Callable[[str, str], None]
+"""Called with a replica and a session that it gives up."""
+
+
 class Allocating(Protocol):
     """The methods of an allocator that the session manager and the simulator call."""
 
@@ -36,6 +40,7 @@ class Allocating(Protocol):
         ended: bool = False,
     ) -> object: ...
     def report(self, snapshot: ReplicaSnapshot, now_s: float) -> object: ...
+    def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[str]: ...
     def sweep(self, now_s: float) -> object: ...
 
 
@@ -65,9 +70,12 @@ class Manager:
         self.allocator.close(session_id, epoch, outcome, self._calendar.now_s, output_tokens, ended=True)
         self._poll()
 
-    def report(self, snapshots: Iterable[ReplicaSnapshot]) -> None:
+    def report(self, snapshots: Iterable[ReplicaSnapshot], move: Move) -> None:
+        """Take these snapshots. `move`: called with each session that a replica gives up."""
         for snapshot in snapshots:
             self.allocator.report(snapshot, self._calendar.now_s)
+            for session_id in self.allocator.sessions_to_move(snapshot, self._calendar.now_s):
+                move(snapshot.replica_id, session_id)
         self.allocator.sweep(self._calendar.now_s)
         self._poll()
 
@@ -130,15 +138,10 @@ class Reports:
     """Makes every replica with news report, at most once per interval, and tells the managers after the delay."""
 
     def __init__(
-        self, nodes: Sequence[Node], managers: Sequence[Manager], calendar: Calendar, options: Options
+        self, nodes: Sequence[Node], managers: Sequence[Manager], calendar: Calendar, options: Options, move: Move
     ) -> None:
         self._groups = [nodes[group::GROUPS] for group in range(GROUPS)]
-        self._managers, self._calendar, self._options = managers, calendar, options
-        self._is_over = False
-
-    def end(self) -> None:
-        """Stop the reports, because nothing is left to decide."""
-        self._is_over = True
+        self._managers, self._calendar, self._options, self._move = managers, calendar, options, move
 
     def begin(self, at_s: float) -> None:
         """All replicas report once, and the managers know it at once. From `at_s` on the replicas report in turn."""
@@ -147,8 +150,6 @@ class Reports:
             self._calendar.at(at_s + number / GROUPS * self._options.snapshot_interval_s, self._tick, group)
 
     def _tick(self, group: Sequence[Node]) -> None:
-        if self._is_over:
-            return
         now_s, options = self._calendar.now_s, self._options
         self._calendar.at(now_s + options.snapshot_interval_s, self._tick, group)
         quiet_since_s = now_s - options.quiet_s
@@ -164,4 +165,4 @@ class Reports:
 
     def _deliver(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
         for manager in self._managers:
-            manager.report(snapshots)
+            manager.report(snapshots, self._move)

@@ -37,6 +37,7 @@ class Replica:
         self.waiting: deque[Work] = deque()
         self.prefilling: list[Work] = []
         self._ready: deque[Work] = deque()
+        self._leaving: list[Work] = []
         self._coming: dict[str, Work] = {}  # offered, and their KV is not here yet
         self._limits, self._pace = limits, Pace(coefficients, limits, rng, speed)
         self._step: Step | None = None
@@ -69,9 +70,15 @@ class Replica:
             self._ready.append(work)
         self._interrupt(now_s)
 
+    def give_up(self, session_id: str, now_s: float) -> None:
+        """A session moves to another replica when the current step is over, if it decodes then."""
+        if (work := self.sessions.get(session_id)) is not None and work in self.batch:
+            self._leaving.append(work)
+            self._interrupt(now_s)
+
     def release(self, work: Work, now_s: float) -> None:
         """The blocks that an ended sequence kept are no longer read: free them."""
-        self.memory.release(work, self.memory.blocks_for(work.target))
+        self.memory.release(work, self.memory.blocks_for(work.context if work.is_given_up else work.target))
         self.sessions.pop(work.session_id, None)
         if self.waiting:
             self._interrupt(now_s)
@@ -89,6 +96,7 @@ class Replica:
         happened = Happened()
         if self._step is not None:
             self._complete(self._step, happened)
+        self._give_up(happened)
         while self._ready and self.seats_taken < self._limits.sequences:
             self.batch.join(self._ready.popleft())
         put_off = self._make_room() and self.seats_taken > 0
@@ -120,6 +128,15 @@ class Replica:
                 happened.ended.append(work)
         for work, tokens in step.chunks:
             self._computed(work, tokens, step.begun_s, happened)
+
+    def _give_up(self, happened: Happened) -> None:
+        for work in self._leaving:
+            if work in self.batch:
+                self.batch.drop(work)
+                work.is_given_up = True
+                happened.given_up.append(work)
+                self.log.end(work)
+        self._leaving.clear()
 
     def _computed(self, work: Work, tokens: int, begun_s: float, happened: Happened) -> None:
         """A chunk of a prompt is computed. After the last chunk the sequence has one more token."""

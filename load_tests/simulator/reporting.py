@@ -41,6 +41,8 @@ class Reporter:
             finished_version=replica.log.finished_count,
             steps=replica.log.take_samples(),
             cache=self._cache(),
+            held_tokens=tuple(batch.held_tokens(work, steps) for work in replica.sessions.values()),
+            movable=frozenset(replica.sessions),
         )
 
     def _cache(self) -> CacheChange | None:

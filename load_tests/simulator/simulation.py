@@ -4,14 +4,15 @@ The allocators are the production ones, and are called as the session manager ca
 `answers` is called after every event that may have freed something, and at the next deadline. `prefill_done` and
 `close` are called when a replica reaches that point. A session's life is as in ARCHITECTURE.md: decode allocates its
 blocks and offers them, prefill computes and writes, the first token goes to the client at once, and decode continues
-when the KV has landed. Not simulated: failures, cancelled requests, timeouts of sessions.
+when the KV has landed. A session that an allocator moves stops at the end of a step, is placed again, and continues
+when its KV has landed on the new owner. Not simulated: failures, cancelled requests, timeouts of sessions.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema import BatonConfig
 from deployments.messages import Admit, Placement, Reject, SessionRequest
@@ -37,19 +38,21 @@ class SimulationError(Exception):
 class _Session:
     """A placed request: its part on the owner, and its part on the helper that prefills for it where it is split.
 
-    `first_s`: when its client had its first token. `landed_s`: when the KV sent so far is at the owner.
+    `first_s`: when its client had its first token. `landed_s`: when the KV sent so far is at the owner. A session that
+    has moved has the replica that gave it up as its helper. `moves`: how often it has.
     """
 
     request: TraceRequest
     ingress: Ingress
     placement: Placement
-    owner: Node
     answer: Work
+    owner: Node
     helper: Node | None = None
     prefill: Work | None = None
     first_s: float = -1.0
     landed_s: float = 0.0
     cached_tokens: int = 0
+    moves: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -62,6 +65,7 @@ class Result:
 
     records: tuple[Record, ...]
     preemptions: int
+    moves: int
     blocks_in_use: int
     simulated_s: float
     events: int
@@ -87,12 +91,12 @@ class Simulation:
             for _ in range(options.allocators)
         ]
         self._ingresses = ingresses(managers, self._calendar, options, self._answered)
-        self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options)
+        self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options, self._give_up)
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
         self._begin_s = options.snapshot_delay_s + 1e-3
         self._sessions: dict[str, _Session] = {}
         self._records: dict[str, Record] = {}
-        self._unanswered = len(trace.requests)
+        self._moves = 0
 
     def run(self) -> Result:
         """Run until every request is served or refused. Raises SimulationError when that never happens."""
@@ -108,6 +112,7 @@ class Simulation:
         return Result(
             tuple(self._records[str(index)] for index in range(len(requests))),
             sum(replica.preemptions for replica in replicas),
+            self._moves,
             sum(replica.memory.used for replica in replicas),
             self._calendar.now_s,
             self._calendar.acts,
@@ -137,30 +142,77 @@ class Simulation:
 
     def _answered(self, session_id: str, answer: Admit | Reject) -> None:
         request = self._trace.requests[int(session_id)]
-        self._unanswered -= 1
-        if not self._unanswered:
-            self._reports.end()
-        if isinstance(answer, Admit):
-            session = self._placed(request, self._ingress(int(session_id)), answer.placement)
+        if (moved := self._sessions.get(session_id)) is not None:
+            self._go_on(moved, answer)
+        elif isinstance(answer, Admit):
+            work = Work(session_id, 1, request.prompt_tokens, request.output_tokens, request.hashes + request.answered)
+            owner = self.nodes[answer.placement.owner.replica_id]
+            session = _Session(request, self._ingress(int(session_id)), answer.placement, work, owner)
             self._sessions[session_id] = session
-            self._calendar.at(self._calendar.now_s + self._hop_s, self._start, session)
-            return
+            self._place(session, answer.placement, work)
+        else:
+            self._refuse(session_id, answer)
+
+    def _refuse(self, session_id: str, answer: Reject) -> None:
+        request = self._trace.requests[int(session_id)]
         why = answer.code or answer.reason
         self._end(session_id, Record(request.at_s, request.prompt_tokens, request.output_tokens, refused=why))
 
-    def _placed(self, request: TraceRequest, ingress: Ingress, placement: Placement) -> _Session:
-        session_id, epoch, prompt = placement.session_id, placement.epoch, request.prompt_tokens
-        owner = self.nodes[placement.owner.replica_id]
-        reserved = placement.reservation(placement.owner.replica_id, prompt)
-        whole = request.hashes + request.answered
-        answer = Work(session_id, epoch, prompt, request.output_tokens, whole, reserved, tpot_s=placement.tpot_s)
-        if placement.decode is None or placement.prefill is None:
-            return _Session(request, ingress, placement, owner, answer)
-        answer.loads = True
-        reserved = placement.reservation(placement.prefill.replica_id, prompt)
-        prefill = Work(session_id, epoch, prompt, 1, request.hashes, reserved, keeps=True)
-        helper = self.nodes[placement.prefill.replica_id]
-        return _Session(request, ingress, placement, owner, answer, helper, prefill)
+    def _place(self, session: _Session, placement: Placement, work: Work) -> None:
+        """`work`: what is left of the session, as one replica alone would do it."""
+        epoch, prompt = placement.epoch, work.prompt_tokens
+        session.placement, session.answer = placement, work
+        session.owner = self.nodes[placement.owner.replica_id]
+        work.epoch, work.tpot_s = epoch, placement.tpot_s
+        work.reserved = placement.reservation(placement.owner.replica_id, prompt)
+        session.helper = session.prefill = None
+        if placement.decode is not None and placement.prefill is not None:
+            work.loads = True
+            reserved = placement.reservation(placement.prefill.replica_id, prompt)
+            hashes = work.hashes[: prompt // self._trace.block_tokens]
+            session.prefill = Work(work.session_id, epoch, prompt, 1, hashes, reserved, keeps=True)
+            session.helper = self.nodes[placement.prefill.replica_id]
+        self._calendar.at(self._calendar.now_s + self._hop_s, self._start, session)
+
+    # ---- moves
+
+    def _give_up(self, replica_id: str, session_id: str) -> None:
+        """An allocator moves a session away from a replica."""
+        node = self.nodes[replica_id]
+        node.replica.give_up(session_id, self._calendar.now_s)
+        self._touched(node)
+
+    def _given_up(self, session: _Session) -> None:
+        """A session has stopped on its owner, and asks for another one."""
+        work, request = session.answer, session.request
+        session.moves += 1
+        self._moves += 1
+        left = replace(
+            self._request(work.session_id, request),
+            prompt_tokens=work.prompt_tokens + work.generated,
+            max_tokens=request.max_tokens - request.output_tokens + work.outputs - work.generated,
+            hashes=work.hashes[: work.context // self._trace.block_tokens],
+            attempt=session.moves + 1,
+            moved_from=session.placement.owner.replica_id,
+        )
+        session.ingress.open(left)
+
+    def _go_on(self, session: _Session, answer: Admit | Reject) -> None:
+        """A session that moves has a new owner, or none."""
+        work, source = session.answer, session.owner
+        session.ingress.close(work.session_id, work.epoch, "moved", work.generated)
+        if isinstance(answer, Reject):
+            source.replica.release(work, self._calendar.now_s)
+            del self._sessions[work.session_id]
+            self._refuse(work.session_id, answer)
+            return
+        rest = Work(work.session_id, 0, work.context, work.outputs - work.generated + 1, work.hashes)
+        self._place(session, answer.placement, rest)
+        if session.helper is source and answer.placement.is_move:
+            session.prefill = work
+        else:
+            source.replica.release(work, self._calendar.now_s)
+            self._touched(source)
 
     # ---- replicas
 
@@ -192,6 +244,8 @@ class Simulation:
             self._send(self._sessions[chunk.work.session_id], chunk)
         for work in happened.first:
             self._first_token(self._sessions[work.session_id], work)
+        for work in happened.given_up:
+            self._given_up(self._sessions[work.session_id])
         for work in happened.ended:
             session = self._sessions[work.session_id]
             if work is session.answer:
@@ -201,7 +255,12 @@ class Simulation:
         """Decode has the blocks, so prefill may begin."""
         assert session.helper is not None
         assert session.prefill is not None
-        session.helper.replica.submit(session.prefill, self._calendar.now_s)
+        now_s, work = self._calendar.now_s, session.prefill
+        if work.is_given_up:  # its KV is there already
+            self._send(session, Chunk(work, 0, work.context, now_s))
+            self._calendar.at(max(session.landed_s, now_s), self._land, session)
+            return
+        session.helper.replica.submit(work, now_s)
         self._touched(session.helper)
 
     def _send(self, session: _Session, chunk: Chunk) -> None:
@@ -214,11 +273,10 @@ class Simulation:
         session.landed_s = max(session.landed_s, there_s)
 
     def _first_token(self, session: _Session, work: Work) -> None:
-        if session.first_s >= 0.0:
-            return  # computed again after a preemption
         now_s = self._calendar.now_s
-        session.first_s = now_s + self._hop_s
-        session.cached_tokens = work.cached_tokens
+        if session.first_s < 0.0:  # else it is computed again, after a preemption or a move
+            session.first_s = now_s + self._hop_s
+            session.cached_tokens = work.cached_tokens
         session.ingress.prefill_done(*session.key)
         if work is session.prefill:
             self._calendar.at(max(session.landed_s, now_s), self._land, session)
@@ -227,6 +285,8 @@ class Simulation:
         now_s = self._calendar.now_s
         assert session.helper is not None
         assert session.prefill is not None
+        if session.prefill.is_given_up:
+            session.ingress.prefill_done(*session.key)
         session.helper.replica.release(session.prefill, now_s)
         session.owner.replica.land(session.answer, now_s)
         self._touched(session.helper)

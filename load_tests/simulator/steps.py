@@ -48,12 +48,16 @@ class Chunk:
 
 @dataclass(slots=True)
 class Happened:
-    """What one boundary between steps gave. `offered`: sequences whose blocks are ready for another replica's KV."""
+    """What one boundary between steps gave. `offered`: sequences whose blocks are ready for another replica's KV.
+
+    `given_up`: sequences that move. Their KV stays until `Replica.release`.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     first: list[Work] = field(default_factory=list)
     ended: list[Work] = field(default_factory=list)
     offered: list[Work] = field(default_factory=list)
+    given_up: list[Work] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ class Work:
     tokens so far, including those of the other replica. `computed`: while it prefills, the tokens of `target` whose KV
     is there. `target` grows when a preempted sequence computes its answer again. `held`: the leading hashed blocks that
     it holds by their hashes. `is_sharing`: whether the next full blocks may also be found by their hashes. `tpot_s`:
-    the objective of its class; 0: none.
+    the objective of its class; 0: none. `is_given_up`: it has moved, and its KV is read from here.
     """
 
     session_id: str
@@ -35,6 +35,7 @@ class Work:
     is_sharing: bool = True
     is_offered: bool = False
     tpot_s: float = 0.0
+    is_given_up: bool = False
 
     def __post_init__(self) -> None:
         self.target = self.prompt_tokens

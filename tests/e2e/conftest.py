@@ -59,6 +59,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="session")
 def baton(reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """configs/cpu.yaml, running."""
-    with started("cpu.yaml", tmp_path_factory.mktemp("baton")) as cluster:
+    """configs/cpu.yaml, running. Every request is split and stays where it is, so that tests know where it is."""
+    with started("cpu.yaml", tmp_path_factory.mktemp("baton"), split="always", rebalance=False) as cluster:
         yield cluster

@@ -38,7 +38,8 @@ class PlacementSettings:
     with which a replica still takes a prompt; None: only `TURN_SHARE` limits it. `max_retry_after_s`: the longest
     time that a client is told to stay away. `limits`: by pool; a pool without limits takes any request. `moves`: any
     replica can hand over KV, also that of a session that it gives up. `prompt_share`: as in the configuration.
-    `slack`: the share of an objective that a predicted time may reach.
+    `slack`: the share of an objective that a predicted time may reach. `relieves`: replicas give up sessions before
+    their memory runs out. `rebalances`: answers move to where they cost less.
     """
 
     split_min_prompt_tokens: int = 1
@@ -52,6 +53,8 @@ class PlacementSettings:
     moves: bool = True
     prompt_share: float = PROMPT_SHARE
     slack: float = 1.0
+    relieves: bool = True
+    rebalances: bool = True
 
 
 class Field:

@@ -155,18 +155,21 @@ class Costs:
         return np.maximum(outlook.share / with_it - 1.0, 0.0)
 
     @cached_property
-    def between_prompts_s(self) -> Numbers:
-        """What the replica's prompts cost an answer that comes from another one, and what it costs them.
+    def beside_prompts_s(self) -> Numbers:
+        """What the prompts that wait on the replica cost the answer, and what it costs them.
 
-        For as long as there are prompts, a step is longer. The KV cache arrives in the middle of a step, and has to
-        wait until that ends. An answer of few tokens may be late by that alone.
+        For as long as there are prompts, a step is longer.
         """
         weights, outlook, prompts = self._weights, self._outlook, self._columns["prompts"]
         waits_s = np.minimum(outlook.queue_s, self._steps * outlook.step_s)
         cost_s: Numbers = weights.decode * waits_s + weights.others * prompts * outlook.queue_s * self.slower
-        cost_s = np.where(prompts > 0, cost_s, 0.0)
-        chance = np.where(prompts > 0, 1.0, outlook.prefill_load)
-        cost_s += chance * self.landing_s
+        return np.where(prompts > 0, cost_s, 0.0)
+
+    @cached_property
+    def between_prompts_s(self) -> Numbers:
+        """The same of an answer that comes from another replica: its KV cache may arrive in the middle of a step."""
+        chance = np.where(self._columns["prompts"] > 0, 1.0, self._outlook.prefill_load)
+        cost_s: Numbers = self.beside_prompts_s + chance * self.landing_s
         return cost_s
 
     @cached_property

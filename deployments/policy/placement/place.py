@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deployments.messages import Admit, Decision, Forecast, Mode, Placement, Role
+from deployments.messages import MOVED, Admit, Decision, Forecast, Mode, Placement, Role
 from deployments.policy.placement.choice import Choice, Policy
 from deployments.policy.placement.field import Field, is_short, most_tokens
 from deployments.policy.placement.shortfall import pair_shortfall, shortfall
@@ -21,7 +21,7 @@ def place(here: Field, policy: Policy) -> Decision:
     The placement's epoch is 1; the ledger's keeper replaces it.
     """
     if (move := _choose_move(here, policy)) is not None:
-        return Admit(_placement(here, Mode.DISAGGREGATED, "moved", move))
+        return Admit(_placement(here, Mode.DISAGGREGATED, MOVED, move))
     if (choice := policy.choose(here)) is None:
         return shortfall(here)
     mode = _mode(here, choice)
@@ -75,15 +75,20 @@ def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placemen
         handoff_timeout_s=here.settings.handoff_timeout_s,
         session_timeout_s=here.settings.session_timeout_s,
         cached_tokens=here.outlook.cached_on(prefiller),
-        forecast=_forecast(here, choice.owner, prefiller),
+        forecast=_forecast(here, choice.owner, prefiller, computes=reason != MOVED),
         tpot_s=here.objectives[1] if here.objectives[1] < np.inf else 0.0,
     )
 
 
-def _forecast(here: Field, owner: int, prefiller: int) -> Forecast:
-    """The times expected of a choice, from the numbers that it was made by."""
+def _forecast(here: Field, owner: int, prefiller: int, computes: bool) -> Forecast:
+    """The times expected of a choice, from the numbers that it was made by.
+
+    `computes`: the prompt is computed; a session that moves has it already.
+    """
     outlook = here.outlook
     queue_s, prefill_s = float(outlook.queue_s[prefiller]), float(outlook.prefill_s[prefiller])
+    if not computes:
+        queue_s = prefill_s = 0.0
     transfer_s = 0.0
     if owner != prefiller and here.knowledge.link_bytes_per_s:
         moving_s = float(outlook.kv_bytes(np.array([owner]))[0]) / here.knowledge.link_bytes_per_s

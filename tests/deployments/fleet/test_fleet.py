@@ -14,6 +14,7 @@ from deployments.fleet.columns import ReplicaView
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.ledger import Share
 from deployments.messages import (
+    MOVED,
     NOTHING,
     Finished,
     Forecast,
@@ -98,6 +99,12 @@ def test_free_is_the_total_less_the_more_of_promised_and_used(fleet: Fleet) -> N
     assert seen(fleet, "d0").free_blocks == 50
     fleet.update(snapshot(D0, 3, used_blocks=60, running=3, sessions=("a", "b")), 0.2)
     assert (seen(fleet, "d0").free_blocks, seen(fleet, "d0").sessions) == (40, 3)
+
+
+def test_a_session_that_moves_brings_no_prompt_to_the_replica_that_gave_it_up(fleet: Fleet) -> None:
+    fleet.reserve(replace(split("a", 30), reason=MOVED), 160, 0.0)
+    assert seen(fleet, "p0").flow_prompts == 0.0
+    assert seen(fleet, "d0").flow_moves == 1.0
 
 
 def test_what_was_placed_on_a_replica_that_is_gone_is_forgotten(fleet: Fleet) -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from configs.schema import BatonConfig, MockEngineConfig, PoolConfig
 from deployments.fleet.columns import UNKNOWN
 from deployments.fleet.fleet import Fleet
 from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Reservation, Role, SessionRequest
 from deployments.policy.admission.breakers import FIRST_S, Breakers
+from deployments.policy.decider import Decider, OpenSession
 from deployments.policy.moves import Moves
-from deployments.policy.placement.estimates import Limits
+from deployments.policy.placement.estimates import Knowledge, Limits
 from deployments.policy.placement.field import PlacementSettings
+from deployments.policy.placement.split import ANY
+from deployments.step_cost import Coefficients
 
 REQUEST = SessionRequest("a", 140, 500)
 
 
 def info(name: str, role: Role = Role.DECODE, **more: Any) -> ReplicaInfo:
-    shape = {"fingerprint": "engine", "total_blocks": 60, "max_model_len": 4096, **more}
-    return ReplicaInfo(name, f"pool-{name}", role, "node", block_size=16, max_sessions=8, **shape)
+    shape = {"fingerprint": "engine", "total_blocks": 60, "max_model_len": 4096, "max_sessions": 8, **more}
+    return ReplicaInfo(name, f"pool-{name}", role, "node", block_size=16, **shape)
 
 
 def pressed(replica: ReplicaInfo) -> ReplicaSnapshot:
@@ -47,7 +52,10 @@ class Stage:
         other = other or info("d1")
         self.fleet.update(ReplicaSnapshot("d1", 1, Phase.READY, other), 0.0)
         self.breakers = Breakers()
-        self.moves = Moves(settings or PlacementSettings(), self.fleet, self.breakers, interval_s=0.1)
+        pool = PoolConfig(engine=MockEngineConfig())
+        decider = Decider(BatonConfig(prefill=pool, decode={"small": pool}), random.Random(0))
+        decider.settings = settings or PlacementSettings()
+        self.moves = Moves(decider, self.fleet, self.breakers, interval_s=0.1)
 
     def choose(
         self, snapshot: ReplicaSnapshot | None = None, request: SessionRequest | None = REQUEST, now_s: float = 0.0
@@ -106,3 +114,58 @@ def test_a_replica_must_take_what_is_left_of_the_request(
 ) -> None:
     stage = Stage(PlacementSettings(**settings), info("d1", **other))
     assert stage.choose(request=request_) == moved
+
+
+class Crowded(Stage):
+    """`d0` writes eight answers, `d1` none, and the steps of both are known."""
+
+    def __init__(self, settings: PlacementSettings | None = None, attempt: int = 1) -> None:
+        super().__init__(settings, info("d1", total_blocks=600))
+        replica, ids = info("d0", total_blocks=600, max_sessions=16), "abcdefgh"
+        self.crowded = ReplicaSnapshot(
+            "d0",
+            2,
+            Phase.READY,
+            replica,
+            running=8,
+            sessions=tuple(ids),
+            reservations=(Reservation(40, 40, 400),) * 8,
+            held_tokens=(160,) * 8,
+            running_tokens=1280,
+            movable=frozenset(ids[1:]),
+        )
+        self.fleet.update(self.crowded, 0.0)
+        request = replace(REQUEST, allowed=ANY, attempt=attempt)
+        self.sessions = {
+            each: OpenSession(replace(request, session_id=each), Knowledge(output_tokens=400), 0.0) for each in ids
+        }
+
+    def rebalance(self) -> tuple[str, ...]:
+        steps = Coefficients(5e-2, 1e-3, 0.0, 2e-2, 0.0)
+        view = self.fleet.live(0.0, {"pool-d0": steps, "pool-d1": steps})
+        return self.moves.rebalance(self.crowded, self.sessions, view)
+
+
+def test_an_answer_of_a_crowded_replica_moves_to_one_that_has_none() -> None:
+    assert Crowded().rebalance() == ("b",), "the first that can move"
+
+
+def test_an_answer_that_has_moved_twice_or_that_another_allocator_placed_stays() -> None:
+    assert Crowded(attempt=3).rebalance() == ()
+    stage = Crowded()
+    stage.sessions.clear()
+    assert stage.rebalance() == ()
+
+
+def test_it_is_time_to_rebalance_once_a_second_where_moves_and_rebalancing_are_on() -> None:
+    stage = Crowded()
+    assert stage.moves.is_time_to_rebalance(stage.crowded, 0.0)
+    assert not stage.moves.is_time_to_rebalance(stage.crowded, 0.5)
+    assert stage.moves.is_time_to_rebalance(stage.crowded, 1.5)
+    for settings in (PlacementSettings(moves=False), PlacementSettings(rebalances=False)):
+        stage = Crowded(settings)
+        assert not stage.moves.is_time_to_rebalance(stage.crowded, 0.0)
+
+
+def test_no_session_is_given_up_for_memory_where_all_of_it_is_reserved() -> None:
+    assert Stage(PlacementSettings(relieves=False)).choose() == ()

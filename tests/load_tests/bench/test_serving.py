@@ -48,6 +48,7 @@ def test_serving_gives_medians_ratios_and_failures(
         "--rounds=2",
         "--rates=20",
         "--concurrency=2",
+        "--talks=2",
         "--seconds=1",
         "--warm-seconds=0.2",
         "--closed-seconds=2",
@@ -82,7 +83,7 @@ def test_serving_gives_medians_ratios_and_failures(
     assert 1.3 < max(answer["due_s"] for answer in looped["answers"]) < 2.5, "--closed-seconds, and a quarter"
 
 
-LOADS = ("mixed-20", "closed-2")
+LOADS = ("mixed-20", "closed-2", "talks-2")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ async def test_what_neighbours_disturb_is_tried_again(
     monkeypatch.setattr(Stolen, "share", lambda _: next(looks))
     monkeypatch.setattr(serving, "open_loop", answered)
     results = Results(tmp_path)
-    options = serving.parse(["--rates=5", "--concurrency=,", "--seconds=4", "--tries=3"])
+    options = serving.parse(["--rates=5", "--concurrency=,", "--talks=,", "--seconds=4", "--tries=3"])
     peer: Any = SimpleNamespace(name="baton", urls=["http://127.0.0.1:1"], model="m")
     await serving.measure(peer, options, 0, results, 2048)
     row = results.summary()["mixed"]["5"]["baton"]

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from configs.schema import BatonConfig
+from deployments.messages import ReplicaSnapshot
 from deployments.policy.allocator import Allocator
 from deployments.policy.placement.baselines import POLICIES
 from load_tests.simulator import synthetic
 from load_tests.simulator.cluster import Options
 from load_tests.simulator.metrics import Classes, Objectives, Record, summarise
-from load_tests.simulator.profiles import Cluster, Pool, heterogeneous
+from load_tests.simulator.profiles import Cluster, Pool, cpu_pair, heterogeneous
 from load_tests.simulator.simulation import Result, Simulation
 from load_tests.simulator.traces import Trace, TraceRequest
 
@@ -46,8 +47,42 @@ def slow_links(cluster: Cluster, bytes_per_s: float) -> Cluster:
     return replace(cluster, pools=pools)
 
 
+class Restless(Allocator):
+    """Moves one of a replica's sessions at every report that has some, whatever it costs."""
+
+    def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
+        able = [each for each, held in zip(snapshot.sessions, snapshot.held_tokens, strict=True) if held]
+        return tuple(able[:1])
+
+
 def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+@pytest.mark.parametrize("call_s", [0.0, 0.01])
+def test_sessions_that_move_are_answered_to_the_end_once_and_all_memory_is_free(call_s: float) -> None:
+    trace = synthetic.conversations(30.0, 80, seed=2, pause_s=1.0)
+    options = replace(Options(), call_s=call_s)
+    result = Simulation(heterogeneous(6), trace, LOOSE, options, Restless).run()
+    still = simulate(trace, placement=(("rebalance", False),))
+    assert result.moves > 80
+    assert still.moves == 0
+    assert not any(record.refused for record in result.records)
+    assert (len(result.records), result.blocks_in_use) == (80, 0)
+    told = [[record.output_tokens for record in each.records] for each in (result, still)]
+    assert told[0] == told[1]
+    times = [median([record.tpot_s for record in each.records]) for each in (result, still)]
+    assert times[0] > times[1], "a move takes time"
+
+
+def test_answers_that_crowd_on_one_replica_move_and_all_end_sooner() -> None:
+    """Eight prompts at once: most answers go where no prompt is, until all prompts are computed."""
+    trace = Trace("herd", 128, tuple(TraceRequest(0.3 * number, 200, 400) for number in range(8)))
+    cluster = cpu_pair(noise_sigma=0.0)
+    moving, still = (simulate(trace, cluster, placement=(("rebalance", each),)) for each in (True, False))
+    assert (moving.blocks_in_use, still.moves) == (0, 0)
+    assert 0 < moving.moves < 2 * 8
+    assert moving.simulated_s < 0.95 * still.simulated_s
 
 
 @pytest.mark.parametrize("policy", POLICIES)

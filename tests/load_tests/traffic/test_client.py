@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from load_tests.harness.peers.plain_server import application
-from load_tests.traffic.client import Ask, Client, StreamError, closed_loop, open_loop, tokens_of
+from load_tests.traffic.client import Ask, Client, StreamError, Talk, closed_loop, open_loop, tokens_of
+from load_tests.traffic.workloads import talks
 from tests.load_tests.traffic.servers import serving
 
 pytestmark = pytest.mark.timeout(200)
@@ -171,3 +172,25 @@ def test_tokens_of_a_line(line: bytes, tokens: int | None) -> None:
 def test_a_line_that_is_no_event_raises() -> None:
     with pytest.raises(StreamError):
         tokens_of(b"data: 3")
+
+
+async def test_a_conversation_repeats_all_that_was_said() -> None:
+    prompts: list[list[int]] = []
+
+    async def completions(request: Request) -> Response:
+        prompts.append((await request.json())["prompt"])
+        return Response(event([7, 8]))
+
+    server = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
+    async with serving(server) as url, Client([url], "m") as client:
+        answers = await closed_loop(client, lambda: Talk(((1, 2), (3,), (4,)), 2, "talk"), 1, 0.2)
+    assert prompts[:4] == [[1, 2], [1, 2, 7, 8, 3], [1, 2, 7, 8, 3, 7, 8, 4], [1, 2]]
+    assert all(answer.kind == "talk" and not answer.error for answer in answers)
+
+
+def test_turns_grow_by_an_answer_and_a_question() -> None:
+    first, second = talks(1), talks(1)
+    talk = next(first)
+    assert talk == next(second), "a seed makes the same conversations"
+    assert [len(question) for question in talk.questions] == [384, 100, 100, 100]
+    assert next(first) != talk

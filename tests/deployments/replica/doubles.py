@@ -137,10 +137,10 @@ class Manager:
 class Fixture:
     """A replica, its engine, the manager and an ingress."""
 
-    def __init__(self, timings: Timings = SLOW, overcommit: float = 1.0) -> None:
+    def __init__(self, timings: Timings = SLOW, **placement: Any) -> None:
         self.engine, self.manager = ScriptedEngine(), Manager()
         identity = Identity("r0", "decode-small", Role.DECODE, "node", "127.0.0.1")
-        config = PlacementConfig(snapshot_interval_s=0.005, ingress_lease_s=LEASE_S, overcommit=overcommit)
+        config = PlacementConfig(snapshot_interval_s=0.005, ingress_lease_s=LEASE_S, **placement)
         self.replica = Replica(identity, self.engine, self.manager, config, timings)
         self.ingress = OutputReceiver("127.0.0.1")
 

@@ -120,7 +120,17 @@ async def test_an_unreachable_manager_is_told_later(up: Fixture) -> None:
     up.replica.check_health()
 
 
-@pytest.mark.parametrize("idle", [{"overcommit": 1.5}], indirect=True)
+@pytest.mark.parametrize("idle", [{"rebalance": False}], indirect=True)
+async def test_where_none_may_move_it_does_not_say_what_its_sessions_hold(up: Fixture) -> None:
+    run = await up.begin("a", movable=True)
+    up.engine.put(("a", 3, False))
+    up.engine.put(("a", 1, True))
+    await asyncio.wait_for(run, WAIT_S)
+    await up.manager.until(lambda snapshot: snapshot.finished_version == 1)
+    assert not any(snapshot.held_tokens or snapshot.movable for snapshot in up.manager.snapshots)
+
+
+@pytest.mark.parametrize("idle", [{"overcommit": 1.5, "rebalance": False}, {"rebalance": True}], indirect=True)
 async def test_it_lets_go_what_the_manager_says_and_tells_it_what_its_sessions_hold(up: Fixture) -> None:
     runs = [await up.begin(name, movable=name == "a") for name in "ab"]
     up.engine.put(("a", 3, False))

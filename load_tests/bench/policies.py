@@ -1,9 +1,9 @@
 """How placement policies compare under load, in the simulator: the real policy code over simulated replicas.
 
 `make bench NAME=policies`, or with `ARGS="--replicas 64 --traces azure --loads 0.8,1,2 --policies joint,round_robin"`.
-`--quick` gives a first look within half a minute. The whole benchmark takes about an hour on two cores, by the times of
-single runs. `--replicas 1000` is not part of it and takes longer. `--prefill 36` sets how many of the replicas prefill.
-Progress goes to stderr; the last line of stdout is one JSON object.
+`--quick` gives a first look within half a minute. The whole benchmark takes about an hour on two cores. `--replicas
+1000` is not part of it and takes longer. `--prefill 36` sets how many of the replicas prefill. Progress goes to stderr;
+the last line of stdout is one JSON object.
 
 **What runs.** Every trace runs at every load on fleets of every size, once per policy without admission.
 `load_tests/simulator/profiles.py` describes the fleet: prefill on H100, decode on H100 and H200, and where the numbers
@@ -21,7 +21,8 @@ time each ingress decides for itself with a ledger of its own: this is how it wo
 `offered`, `goodput`: requests per second, all of them and those within both objectives. `whole_goodput`,
 `whole_refused`: with the first half included, where a policy that refuses many requests leaves more room for later.
 `ttft_*`, `tpot_*`: of the served requests. `hit_rate`: of all prompt blocks, the share found in the cache of the
-replica that prefilled. `preemptions`: of the whole run. `refused`: requests not served, for any reason (`refusals`).
+replica that prefilled. `preemptions`, `moves`: of the whole run. `refused`: requests not served, for any reason
+(`refusals`).
 
 `summary` has an entry for each trace and fleet. The knee is the first load at which even the best of the other policies
 serves less than 95% of what is offered within the objectives, all without admission. `goodput_ratio` is `joint` over
@@ -56,15 +57,16 @@ from load_tests.simulator.verdict import OURS, TWOFOLD, compare, knee, peak_load
 
 POLICIES: tuple[str, ...] = get_args(PlacementConfig.model_fields["policy"].annotation)
 LARGE_POLICIES = (OURS, "overlap_cost", "least_tokens", "round_robin")
-REPLICAS = (64,)
-TRACES = ("mooncake", "azure")
-LOADS = (0.8, 1.0, 1.2, 1.6)
+REPLICAS = (16,)
+TRACES = ("mooncake", "azure", "burst", "conversations", "agents", "shared")
+LOADS = (0.8, 1.2, 1.6, 2.4)
 LARGE_LOADS = (1.2,)
 ADMITTED = ("overlap_cost", "least_tokens", "round_robin")
+SMALL = 32  # replicas; up to this size, as many requests of every trace are sent
 LARGE = 256  # replicas; from this size on, fewer loads and policies are tried, and more requests are sent
-REQUESTS, LARGE_REQUESTS = 24_000, 200_000
+SMALL_REQUESTS, REQUESTS, LARGE_REQUESTS = 3000, 24_000, 200_000
 LONG_REQUESTS, LARGE_LONG_REQUESTS = 6000, 60_000  # for Mooncake's traces, whose prompts are ten times as long
-QUICK_REPLICAS, QUICK_LOADS, QUICK_REQUESTS = (16,), (0.8, 1.2), 300
+QUICK_TRACES, QUICK_LOADS, QUICK_REQUESTS = ("mooncake", "azure"), (0.8, 1.2), 300
 INGRESSES, OLD_S, CALL_S = 8, 0.1, 0.001
 
 
@@ -87,6 +89,8 @@ def _requests(trace: str, replicas: int) -> int:
     They are enough to fill a fleet in the first half of the time, and few enough that the benchmark has time for all
     of its runs.
     """
+    if replicas <= SMALL:
+        return SMALL_REQUESTS
     if trace.startswith("mooncake"):
         return LARGE_LONG_REQUESTS if replicas >= LARGE else LONG_REQUESTS
     return LARGE_REQUESTS if replicas >= LARGE else REQUESTS
@@ -188,8 +192,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="load_tests.bench.policies", description="placement policies, simulated")
     parser.add_argument("--quick", action="store_true", help="a small fleet, few loads and requests")
-    parser.add_argument("--replicas", type=_integers, help="fleet sizes, by comma; default: 64")
-    parser.add_argument("--traces", type=_names, default=TRACES, help=f"files' beginnings, or {', '.join(MADE)}")
+    parser.add_argument("--replicas", type=_integers, help="fleet sizes, by comma; default: 16")
+    parser.add_argument("--traces", type=_names, help=f"files' beginnings, or {', '.join(MADE)}")
     parser.add_argument("--policies", type=_names, help="by comma; default: all, of a large fleet four")
     parser.add_argument("--admitted", type=_names, default=ADMITTED, help="other policies that run with admission too")
     parser.add_argument("--loads", type=_numbers, help="in parts of the estimated capacity, by comma")
@@ -203,7 +207,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if wrong := set(options.policies or ()) - set(POLICIES):
         parser.error(f"no policy {sorted(wrong)}; there are {', '.join(POLICIES)}")
-    options.replicas = options.replicas or (QUICK_REPLICAS if options.quick else REPLICAS)
+    options.replicas = options.replicas or REPLICAS
+    options.traces = options.traces or (QUICK_TRACES if options.quick else TRACES)
     if options.prefill is not None and not 0 < options.prefill < min(options.replicas) - 1:
         parser.error("--prefill must leave at least two replicas for decode")
     if options.quick:

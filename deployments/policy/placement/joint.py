@@ -59,8 +59,8 @@ class Joint:
 
     def target(self, here: Field, owners: Flags) -> int:
         """The replica with the least cost of writing the remainder there and moving the KV that its cache lacks."""
-        rows = np.flatnonzero(owners)
-        cost_s = Costs(here).decode_s[rows]
+        rows, costs = np.flatnonzero(owners), Costs(here)
+        cost_s = costs.decode_s[rows] + costs.between_prompts_s[rows]
         if here.knowledge.link_bytes_per_s:
             moving_s = here.outlook.kv_bytes(rows) / here.knowledge.link_bytes_per_s
             cost_s = cost_s + here.settings.weights.ttft * moving_s
@@ -71,12 +71,8 @@ class Costs:
     """What each replica costs, as one side of a pair or as both. Columns of seconds."""
 
     def __init__(self, here: Field) -> None:
-        self._here, self._weights, self._outlook, self._columns = (
-            here,
-            here.settings.weights,
-            here.outlook,
-            here.columns,
-        )
+        self._here, self._weights = here, here.settings.weights
+        self._outlook, self._columns = here.outlook, here.columns
         self._steps = max(here.knowledge.output_tokens, 1.0)
 
     @cached_property

@@ -30,8 +30,9 @@ class ReplicaView(NamedTuple):
     sessions are expected to hold at their ends. `held_tokens`: the tokens that they are expected to hold halfway.
     `pending`: the number of its sessions whose prompts another replica has yet to compute. `prompts`: the number of
     prompts that it has yet to compute itself. `tpot_s`: the least TPOT objective of the answers that run or
-    are pending; 0: none. `flow_prompts`, `flow_s`, `flow_moves`: prompts that were placed here lately, their predicted
-    seconds, and answers whose KV cache comes from another replica, as they had faded at `flow_at_s` (`Flow`).
+    are pending; 0: none. `flow_prompts`, `flow_s`, `flow_moves`, `flow_bytes`: prompts that were placed here lately,
+    their predicted seconds, answers whose KV cache comes from another replica, and the bytes of that, as they had faded
+    at `flow_at_s` (`Flow`).
     """
 
     info: ReplicaInfo
@@ -48,6 +49,7 @@ class ReplicaView(NamedTuple):
     flow_prompts: float = 0.0
     flow_s: float = 0.0
     flow_moves: float = 0.0
+    flow_bytes: float = 0.0
     flow_at_s: float = 0.0
 
     @property

@@ -156,7 +156,8 @@ class Fleet:
         if not placement.is_move:
             self._flow(placement.prefiller.replica_id).prompt(placement.forecast.prefill_s, now_s)
         if placement.owner is not placement.prefiller:
-            self._flow(placement.owner.replica_id).move(now_s)
+            size = prompt_tokens * placement.owner.kv_bytes_per_token
+            self._flow(placement.owner.replica_id).move(size, now_s)
 
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> bool:
         """The prompt is computed: it leaves the backlog, and the next one begins. True when that was new."""
@@ -297,6 +298,7 @@ def _row(arrival: _Arrival, share: Share, overcommit: float, flow: Flow) -> Repl
         flow_prompts=flow.prompts,
         flow_s=flow.seconds,
         flow_moves=flow.moves,
+        flow_bytes=flow.bytes,
         flow_at_s=flow.at_s,
     )
 

@@ -18,13 +18,14 @@ def per_s(total: float, at_s: float, now_s: float) -> float:
 class Flow:
     """Sums over what was placed, in which older placements fade. Times are seconds of the caller's clock.
 
-    `prompts`, `seconds`: the number of prompts and their predicted seconds. `moves`: the number of answers whose KV
-    cache comes from another replica. All as they had faded at `at_s`.
+    `prompts`, `seconds`: the number of prompts and their predicted seconds. `moves`, `bytes`: the number of answers
+    whose KV cache comes from another replica, and the bytes of their prompts. All as they had faded at `at_s`.
     """
 
     prompts: float = 0.0
     seconds: float = 0.0
     moves: float = 0.0
+    bytes: float = 0.0
     at_s: float = 0.0
 
     def prompt(self, prefill_s: float, now_s: float) -> None:
@@ -33,12 +34,14 @@ class Flow:
         self.prompts += 1.0
         self.seconds += prefill_s
 
-    def move(self, now_s: float) -> None:
-        """An answer was placed whose KV cache comes from another replica."""
+    def move(self, size: float, now_s: float) -> None:
+        """An answer was placed whose KV cache, of so many bytes, comes from another replica."""
         self._fade(now_s)
         self.moves += 1.0
+        self.bytes += size
 
     def _fade(self, now_s: float) -> None:
         left = per_s(WINDOW_S, self.at_s, now_s)
-        self.prompts, self.seconds, self.moves = left * self.prompts, left * self.seconds, left * self.moves
+        self.prompts, self.seconds = left * self.prompts, left * self.seconds
+        self.moves, self.bytes = left * self.moves, left * self.bytes
         self.at_s = max(now_s, self.at_s)

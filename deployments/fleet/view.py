@@ -17,6 +17,7 @@ class View(Protocol):
     """The fleet at one moment. `known`: the shapes of all pools ever seen, also of those with no replica now.
 
     `silent`: the roles of pools that never reported a shape, so that it is not known yet which requests fit them.
+    `waiting`: the number of requests that wait to be placed.
     """
 
     @property
@@ -27,6 +28,9 @@ class View(Protocol):
 
     @property
     def now_s(self) -> float: ...
+
+    @property
+    def waiting(self) -> int: ...
 
     @property
     def columns(self) -> Columns:
@@ -44,6 +48,7 @@ class FleetView:
     known: tuple[ReplicaInfo, ...] = ()
     silent: tuple[Role, ...] = ()
     now_s: float = field(default=0.0, compare=False)
+    waiting: int = 0
 
     @property
     def columns(self) -> Columns:
@@ -67,6 +72,7 @@ class LiveView:
     known: Sequence[ReplicaInfo]
     silent: Sequence[Role]
     now_s: float
+    waiting: int = 0
 
     def without_room_on(self, replica_ids: Collection[str]) -> LiveView:
         """See `View`."""

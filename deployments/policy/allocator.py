@@ -250,6 +250,7 @@ class Allocator:
         """The fleet now, as a new session sees it, or one that moves."""
         shut = self.breakers.shut(now_s) if self.breakers else ()
         view = self.fleet.live(now_s, self.predictors.coefficients(now_s), shut)
+        view = replace(view, waiting=len(self.room))
         barred = self._moves.barred(now_s, moving)
         return view.without_room_on(barred) if barred else view
 

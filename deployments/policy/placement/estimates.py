@@ -152,6 +152,13 @@ class Outlook:
         return rate
 
     @cached_property
+    def link_load(self) -> Numbers:
+        """The share of its time that each replica's link brings the KV of answers, lately; 0 for an unknown link."""
+        link = self.knowledge.link_bytes_per_s or np.inf
+        load: Numbers = np.minimum(self.columns["flow_bytes"] * self._flow_left / link, MOST_LOAD)
+        return load
+
+    @cached_property
     def prefill_load(self) -> Numbers:
         """The share of its time that each replica computes prompts, lately."""
         load: Numbers = np.minimum(self.columns["flow_s"] * self._flow_left, MOST_LOAD)

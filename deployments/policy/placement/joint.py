@@ -15,7 +15,7 @@ import numpy as np
 
 from deployments.fleet.columns import Codes, Flags, Numbers
 from deployments.policy.placement.choice import Choice, near_s
-from deployments.policy.placement.estimates import MOST_LOAD, TINY_S
+from deployments.policy.placement.estimates import TINY_S
 from deployments.policy.placement.field import Field
 
 CANDIDATES = 16
@@ -96,6 +96,7 @@ class Costs:
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
         cost_s += weights.later * later * prefill_s * (queue_s + prefill_s / 2)
         cost_s += weights.others * outlook.moves_per_s * prefill_s * self.landing_s
+        cost_s += self.held_up * outlook.beside_s
         objective_s = self._here.objectives[0]
         if objective_s < np.inf:
             over_s = ttft_s - self._here.settings.slack * objective_s
@@ -108,8 +109,9 @@ class Costs:
         weights, outlook, columns, steps = self._weights, self._outlook, self._columns, self._steps
         load, step_s = outlook.prefill_load, self.mixed_step_s
         cost_s: Numbers = (steps * weights.decode) * step_s
-        cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s)
+        cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s) * self.strain
         cost_s += weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
+        cost_s += self.held_up * (steps * outlook.added_step_s)
         objective_s = self._here.objectives[1]
         if objective_s < np.inf:
             over_s = np.maximum(step_s - objective_s, 0.0)
@@ -117,6 +119,26 @@ class Costs:
         fill = np.minimum(outlook.fill, FULL)
         cost_s += weights.memory_s * fill / (1.0 - fill)
         return self._pinned(cost_s)
+
+    @cached_property
+    def strain(self) -> Numbers | float:
+        """How much a second counts by which an answer takes longer: the less, the farther it is from its objective."""
+        objective_s = self._here.objectives[1]
+        if objective_s == np.inf:
+            return 1.0
+        strain: Numbers = np.minimum(self.mixed_step_s / objective_s, 1.0) ** 2
+        return strain
+
+    @cached_property
+    def held_up(self) -> Numbers:
+        """How much those that wait to be placed are held up by each second that the replica's answers take longer.
+
+        They wait until answers end. Of all answers that end, each replica has the share of those that it writes.
+        """
+        answers = self._outlook.answers
+        everywhere = max(float(answers @ self._columns.ready), 1.0)
+        share: Numbers = answers * (self._weights.later * self._here.view.waiting / everywhere)
+        return share
 
     @property
     def _missed_s(self) -> float:
@@ -190,8 +212,8 @@ class Costs:
         outlook = self._outlook
         move_s = outlook.kv_bytes(owners) / self._here.knowledge.link_bytes_per_s
         prefill_s = outlook.prefill_s[helpers]
-        link_load = np.minimum(outlook.moves_per_s[owners] * move_s, MOST_LOAD)
-        queue_s = move_s * link_load / (1.0 - link_load) / 2
+        load = outlook.link_load[owners]
+        queue_s = move_s * load / (1.0 - load) / 2
         waits_s = np.maximum(move_s[:, None] - prefill_s, 0.0) + queue_s[:, None]
         cost_s: Numbers = self._weights.decode * waits_s + self.late_s(waits_s, self.spare_s[owners, None])
         return cost_s
@@ -224,10 +246,7 @@ def has_spare_steps(here: Field) -> Flags:
     """
     outlook, columns = here.outlook, here.columns
     spare = outlook.prefill_load < SATURATED
-    able = spare & columns.ready & columns.decodes
-    if here.knowledge.link_bytes_per_s:
-        bytes_per_s = outlook.moves_per_s * outlook.kv_bytes(np.arange(len(able)))
-        able &= bytes_per_s < LINK_SHARE * here.knowledge.link_bytes_per_s
+    able = spare & columns.ready & columns.decodes & (outlook.link_load < LINK_SHARE)
     return spare if able.any() else np.ones_like(spare)
 
 

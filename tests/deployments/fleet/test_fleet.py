@@ -138,7 +138,7 @@ def test_decode_s_sessions_are_pending_until_their_prompts_are_computed_elsewher
 
 def _still(view: ReplicaView) -> ReplicaView:
     """A row without what was placed there lately, which a release does not undo."""
-    return view._replace(flow_prompts=0.0, flow_s=0.0, flow_moves=0.0, flow_at_s=0.0)
+    return view._replace(flow_prompts=0.0, flow_s=0.0, flow_moves=0.0, flow_bytes=0.0, flow_at_s=0.0)
 
 
 def test_release_is_idempotent_and_returns_the_ledger_to_what_it_was(fleet: Fleet) -> None:

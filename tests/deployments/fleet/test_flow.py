@@ -35,7 +35,8 @@ def test_a_clock_that_stands_still_changes_nothing() -> None:
 
 def test_moves_fade_like_prompts() -> None:
     flow = Flow()
-    flow.move(100.0)
+    flow.move(80.0, 100.0)
     flow.prompt(2.0, 100.0 + WINDOW_S)
     assert flow.prompts == 1.0
     assert flow.moves == pytest.approx(1.0 / math.e)
+    assert flow.bytes == pytest.approx(80.0 / math.e)

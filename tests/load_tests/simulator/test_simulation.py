@@ -155,7 +155,7 @@ def test_memory_promised_three_times_over_makes_engines_preempt() -> None:
     trace = synthetic.poisson(80.0, 60, seed=3, prompts=SHORT, answers=answers)
     cluster = starved(heterogeneous(6), 8192)
     assert simulate(trace, cluster, admission=False, overcommit=1.0).preemptions == 0
-    result = simulate(trace, cluster, admission=False, overcommit=3.0)
+    result = simulate(trace, cluster, admission=False, overcommit=3.0, split="always")
     assert result.preemptions > 0
     assert result.blocks_in_use == 0
 

@@ -158,7 +158,10 @@ def test_a_prompt_costs_more_where_answers_keep_arriving() -> None:
 
 
 def test_a_move_waits_for_the_moves_of_other_answers_on_the_link() -> None:
-    still, busy = costs_of(idle_field(8000, 10, {})), costs_of(idle_field(8000, 10, {}), flow_moves=900.0)
+    still, busy = (
+        costs_of(idle_field(8000, 10, {})),
+        costs_of(idle_field(8000, 10, {}), flow_bytes=0.9 * WINDOW_S * 1e9),
+    )
     rows, owner = still._columns.rows, np.array([still._columns.rows["m"]])
     assert busy.moving_s(owner, np.array([rows["p"]]))[0, 0] > still.moving_s(owner, np.array([rows["p"]]))[0, 0]
 
@@ -176,4 +179,26 @@ def test_answers_go_beside_prompts_only_where_all_others_are_as_busy_or_their_li
 
     assert may_answer() == {"d"}
     assert may_answer(flow_s=0.8 * WINDOW_S) == {"p", "d", "m"}
-    assert may_answer(flow_moves=1000.0) == {"p", "d", "m"}
+    assert may_answer(flow_bytes=0.5 * WINDOW_S * 1e9) == {"p", "d", "m"}
+
+
+def test_a_step_that_is_far_from_the_objective_may_grow_for_others_at_little_cost() -> None:
+    slow, fast = (Costs(idle_field(1000, 100, {})) for _ in range(2))
+    fast._here.objectives = (1.0, 0.5)
+    assert fast.strain == pytest.approx(slow.strain / 100)
+
+
+def test_what_slows_answers_down_costs_more_the_more_requests_wait_for_their_ends() -> None:
+    def costs(waiting: int) -> Costs:
+        here = idle_field(1000, 100, {})
+        here.columns["sessions"][here.columns.rows["d"]] = 10.0
+        assert isinstance(here.view, LiveView)
+        here.view = replace(here.view, waiting=waiting)
+        return Costs(here)
+
+    calm, crowded = costs(0), costs(50)
+    rows = calm._columns.rows
+    for number in ("prefill_s", "decode_s"):
+        more = getattr(crowded, number) - getattr(calm, number)
+        assert more[rows["d"]] > 0
+        assert more[rows["p"]] == 0, "it writes no answer"

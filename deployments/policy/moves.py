@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.view import LiveView
-from deployments.messages import ReplicaInfo, ReplicaSnapshot, Reservation, Role, SessionRequest
+from deployments.messages import Mode, ReplicaInfo, ReplicaSnapshot, Role, SessionRequest
 from deployments.policy.admission.breakers import Breakers
 from deployments.policy.decider import Decider, OpenSession
 from deployments.policy.placement.field import takes
@@ -72,15 +72,13 @@ class Moves:
         answers = [
             (each, _left_tokens(sessions[each.session_id], each))
             for each in running(snapshot)
-            if each.session_id in sessions and sessions[each.session_id].request.attempt < MOST_ATTEMPTS
+            if each.session_id in sessions and _may_move(sessions[each.session_id].request)
         ]
         found = candidate(answers)
         if found is None or replica_id not in view.columns.rows:
             return ()
         answer, left_tokens = found
-        reserved = dict(zip(snapshot.sessions, snapshot.reservations, strict=False)).get(
-            answer.session_id, Reservation()
-        )
+        reserved = snapshot.reservations[snapshot.sessions.index(answer.session_id)]
         without = view.without_answer(replica_id, reserved.held_tokens, reserved.expected_blocks)
         saved_s = self._decider.saved_s(sessions[answer.session_id], answer, left_tokens, without, replica_id)
         return (answer.session_id,) if saved_s > 0 else ()
@@ -101,6 +99,11 @@ class Moves:
         whole = request.prompt_tokens + request.max_tokens
         remainder = replace(request, prompt_tokens=running.held_tokens, max_tokens=whole - running.held_tokens)
         return takes(remainder, target, self._settings.limits)
+
+
+def _may_move(request: SessionRequest) -> bool:
+    """Whether an answer may move for its costs: its KV cache can be handed over, and it has not moved often."""
+    return Mode.DISAGGREGATED in request.allowed and request.attempt < MOST_ATTEMPTS
 
 
 def _left_tokens(session: OpenSession, answer: Running) -> float:

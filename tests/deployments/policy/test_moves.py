@@ -11,7 +11,7 @@ import pytest
 from configs.schema import BatonConfig, MockEngineConfig, PoolConfig
 from deployments.fleet.columns import UNKNOWN
 from deployments.fleet.fleet import Fleet
-from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Reservation, Role, SessionRequest
+from deployments.messages import Mode, Phase, ReplicaInfo, ReplicaSnapshot, Reservation, Role, SessionRequest
 from deployments.policy.admission.breakers import FIRST_S, Breakers
 from deployments.policy.decider import Decider, OpenSession
 from deployments.policy.moves import Moves
@@ -119,7 +119,9 @@ def test_a_replica_must_take_what_is_left_of_the_request(
 class Crowded(Stage):
     """`d0` writes eight answers, `d1` none, and the steps of both are known."""
 
-    def __init__(self, settings: PlacementSettings | None = None, attempt: int = 1) -> None:
+    def __init__(
+        self, settings: PlacementSettings | None = None, attempt: int = 1, allowed: tuple[Mode, ...] = ANY
+    ) -> None:
         super().__init__(settings, info("d1", total_blocks=600))
         replica, ids = info("d0", total_blocks=600, max_sessions=16), "abcdefgh"
         self.crowded = ReplicaSnapshot(
@@ -135,7 +137,7 @@ class Crowded(Stage):
             movable=frozenset(ids[1:]),
         )
         self.fleet.update(self.crowded, 0.0)
-        request = replace(REQUEST, allowed=ANY, attempt=attempt)
+        request = replace(REQUEST, allowed=allowed, attempt=attempt)
         self.sessions = {
             each: OpenSession(replace(request, session_id=each), Knowledge(output_tokens=400), 0.0) for each in ids
         }
@@ -155,6 +157,10 @@ def test_an_answer_that_has_moved_twice_or_that_another_allocator_placed_stays()
     stage = Crowded()
     stage.sessions.clear()
     assert stage.rebalance() == ()
+
+
+def test_an_answer_whose_kv_cache_cannot_be_handed_over_stays() -> None:
+    assert Crowded(allowed=(Mode.DECODE_LOCAL,)).rebalance() == ()
 
 
 def test_it_is_time_to_rebalance_once_a_second_where_moves_and_rebalancing_are_on() -> None:

@@ -204,12 +204,16 @@ class Fleet:
         return FleetView(tuple(ready), self._shapes_known(), self._silent_roles(), now_s)
 
     def live(
-        self, now_s: float, coefficients: Mapping[str, Coefficients] | None = None, shut: Iterable[str] = ()
+        self,
+        now_s: float,
+        coefficients: Mapping[str, Coefficients] | None = None,
+        shut: Iterable[str] = (),
+        waiting: int = 0,
     ) -> LiveView:
         """The fleet now, by columns: for policy. It is valid until the next change.
 
         `coefficients`: what the steps of each pool take; a new object when they have changed. `shut`: replicas that
-        count as not ready.
+        count as not ready. `waiting`: the requests that wait to be placed.
         """
         for replica_id in self._stale_rows:
             self._refresh(replica_id)
@@ -219,7 +223,7 @@ class Fleet:
         for replica_id in shut:
             if (row := columns.rows.get(replica_id)) is not None:
                 columns.ready[row] = False  # this array is not shared: `at` has made it
-        return LiveView(columns, self._shapes_known(), self._silent_roles(), now_s)
+        return LiveView(columns, self._shapes_known(), self._silent_roles(), now_s, waiting)
 
     def _refresh(self, replica_id: str) -> None:
         arrival = self._arrivals.get(replica_id)

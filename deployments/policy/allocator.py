@@ -249,8 +249,7 @@ class Allocator:
     def _live(self, now_s: float, moving: bool = False) -> LiveView:
         """The fleet now, as a new session sees it, or one that moves."""
         shut = self.breakers.shut(now_s) if self.breakers else ()
-        view = self.fleet.live(now_s, self.predictors.coefficients(now_s), shut)
-        view = replace(view, waiting=len(self.room))
+        view = self.fleet.live(now_s, self.predictors.coefficients(now_s), shut, len(self.room))
         barred = self._moves.barred(now_s, moving)
         return view.without_room_on(barred) if barred else view
 

@@ -48,7 +48,7 @@ def slow_links(cluster: Cluster, bytes_per_s: float) -> Cluster:
 
 
 class Restless(Allocator):
-    """Moves one of a replica's sessions at every report that has some, whatever it costs."""
+    """At every report of a replica that writes answers, one of them moves. Costs do not count."""
 
     def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
         able = [each for each, held in zip(snapshot.sessions, snapshot.held_tokens, strict=True) if held]

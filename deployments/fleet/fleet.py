@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from deployments.fleet.columns import Columns, ReplicaView
 from deployments.fleet.exchange import is_ahead_of_partners, peers_of
 from deployments.fleet.flow import Flow
-from deployments.fleet.ledger import Ledger, Share
+from deployments.fleet.ledger import Ledger
 from deployments.fleet.promise import Promise
+from deployments.fleet.row import Arrival, row_of
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.step_cost import Coefficients
@@ -36,15 +37,6 @@ class ReplicaPhase:
     phase: Phase
     age_s: float
     fresh: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A snapshot and when it came. `listed`: its sessions as a set, to look one up."""
-
-    snapshot: ReplicaSnapshot
-    at_s: float
-    listed: frozenset[str]
 
 
 class Fleet:
@@ -74,7 +66,7 @@ class Fleet:
         self._stale_rows: dict[str, None] = {}  # in order, so that a run can be repeated
         self._ledger = Ledger(self._stale_rows, slack_s, unconfirmed_s)
         self._flows: dict[str, Flow] = {}
-        self._arrivals: dict[str, _Arrival] = {}
+        self._arrivals: dict[str, Arrival] = {}
         self._shapes: dict[str, ReplicaInfo] = {}
         self._known: tuple[ReplicaInfo, ...] | None = None
         self._peers: dict[tuple[bool, str], Peers] = {}
@@ -93,7 +85,7 @@ class Fleet:
             return
         if before is None or before.snapshot.info != snapshot.info:
             self._forget_shapes()
-        arrival = self._arrivals[replica_id] = _Arrival(snapshot, now_s, frozenset(snapshot.sessions))
+        arrival = self._arrivals[replica_id] = Arrival(snapshot, now_s, frozenset(snapshot.sessions))
         if snapshot.info is not None:
             self._shapes[snapshot.info.pool] = snapshot.info
         self._stale_rows[replica_id] = None
@@ -199,7 +191,7 @@ class Fleet:
         ready = (
             self._row(arrival)
             for _, arrival in sorted(self._arrivals.items())
-            if _is_placeable(arrival.snapshot) and self._is_fresh(arrival, now_s)
+            if arrival.is_placeable and self._is_fresh(arrival, now_s)
         )
         return FleetView(tuple(ready), self._shapes_known(), self._silent_roles(), now_s)
 
@@ -230,17 +222,17 @@ class Fleet:
         if arrival is None or arrival.snapshot.info is None:
             self._columns.drop(replica_id)
             return
-        self._columns.put(self._row(arrival), ready=_is_placeable(arrival.snapshot), seen_s=arrival.at_s)
+        self._columns.put(self._row(arrival), ready=arrival.is_placeable, seen_s=arrival.at_s)
 
-    def _row(self, arrival: _Arrival) -> ReplicaView:
+    def _row(self, arrival: Arrival) -> ReplicaView:
         replica_id = arrival.snapshot.replica_id
         flow = self._flows.get(replica_id) or Flow()
-        return _row(arrival, self._ledger.share(replica_id), self._overcommit, flow)
+        return row_of(arrival, self._ledger.share(replica_id), self._overcommit, flow)
 
     def _flow(self, replica_id: str) -> Flow:
         return self._flows.setdefault(replica_id, Flow())
 
-    def _is_fresh(self, arrival: _Arrival, now_s: float) -> bool:
+    def _is_fresh(self, arrival: Arrival, now_s: float) -> bool:
         return now_s - arrival.at_s <= self._stale_s
 
     def _shapes_known(self) -> tuple[ReplicaInfo, ...]:
@@ -267,46 +259,6 @@ class Fleet:
         return any(promise.placement.session_id in arrival.listed for arrival in arrivals)
 
 
-def _is_placeable(snapshot: ReplicaSnapshot) -> bool:
-    return snapshot.info is not None and snapshot.phase is Phase.READY
-
-
 def _shape(info: ReplicaInfo) -> tuple[object, ...]:
     """What decides which requests fit. Replicas of a pool are alike, except during an update."""
     return info.pool, info.total_blocks, info.block_size, info.max_model_len
-
-
-def _row(arrival: _Arrival, share: Share, overcommit: float, flow: Flow) -> ReplicaView:
-    """A replica's load: the larger of what is reserved and what it reports."""
-    snapshot, info = arrival.snapshot, arrival.snapshot.info
-    assert info is not None, "only a replica that has reported its shape gets a row"
-    reserved, sessions = share.blocks, share.sessions
-    for promise in share.released.values():  # closed, but the engine has not freed its blocks
-        if not promise.finished and promise.placement.session_id in arrival.listed:
-            reserved += promise.reservation(info.replica_id).blocks
-            sessions += 1
-    taken = max(reserved, snapshot.used_blocks)
-    head_s = next(iter(share.prompts.values()), None)
-    return ReplicaView(
-        info=info,
-        free_blocks=max(0, reservable(info, overcommit) - taken),
-        sessions=max(sessions, snapshot.running + snapshot.waiting),
-        backlog_tokens=share.backlog_tokens,
-        busy_until_s=0.0 if head_s is None else share.begun_s + share.work_s,
-        behind_s=0.0 if head_s is None else max(0.0, share.work_s - head_s),
-        expected_blocks=max(share.expected_blocks, snapshot.used_blocks),
-        held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
-        pending=share.pending,
-        prompts=len(share.prompts),
-        tpot_s=min(share.objectives, default=0.0),
-        flow_prompts=flow.prompts,
-        flow_s=flow.seconds,
-        flow_moves=flow.moves,
-        flow_bytes=flow.bytes,
-        flow_at_s=flow.at_s,
-    )
-
-
-def reservable(info: ReplicaInfo, overcommit: float) -> int:
-    """The blocks of a replica that may be reserved."""
-    return int(info.total_blocks * overcommit) if info.decodes else info.total_blocks

@@ -16,7 +16,7 @@ from typing import assert_never, cast
 
 from configs.schema import BatonConfig
 from deployments.fleet.columns import ReplicaView
-from deployments.fleet.fleet import reservable
+from deployments.fleet.row import reservable
 from deployments.manager import status
 from deployments.manager.calls import (
     A,

@@ -14,16 +14,7 @@ from configs.schema import BatonConfig, role_of
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.promise import Promise
 from deployments.fleet.view import LiveView, View
-from deployments.messages import (
-    Admit,
-    Decision,
-    Placement,
-    Queue,
-    Reject,
-    ReplicaSnapshot,
-    Role,
-    SessionRequest,
-)
+from deployments.messages import Admit, Decision, Placement, Queue, Reject, ReplicaSnapshot, Role, SessionRequest
 from deployments.policy.admission.breakers import Breakers
 from deployments.policy.admission.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
 from deployments.policy.admission.waiting_room import WaitingRoom
@@ -204,15 +195,11 @@ class Allocator:
         if not snapshot.held_tokens or snapshot.info is None:
             return ()
         steps = self.predictors.steps_of(snapshot.info.pool)
-        if moves := self._moves.choose(snapshot, steps, self._request_of, now_s):
+        if moves := self._moves.choose(snapshot, steps, self._sessions, now_s):
             return moves
         if self.room or not self._moves.is_time_to_rebalance(snapshot, now_s):
             return ()
         return self._moves.rebalance(snapshot, self._sessions, self._live(now_s, moving=True))
-
-    def _request_of(self, session_id: str) -> SessionRequest | None:
-        session = self._sessions.get(session_id)
-        return None if session is None else session.request
 
     def lost(self, replica_id: str, now_s: float, gone: bool = False) -> None:
         """A session was lost on a replica. It gets no placements for a while, and none until it reports again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from deployments.fleet.fleet import Fleet
@@ -14,9 +14,6 @@ from deployments.policy.placement.field import takes
 from deployments.policy.placement.rebalance import MOST_ATTEMPTS, Looks, candidate
 from deployments.policy.placement.relief import REST, Relief, Running, choose_moves, room_of, running
 from deployments.step_cost import Coefficients
-
-RequestOf = Callable[[str], SessionRequest | None]
-"""The request of a session, by its id; None when another allocator has placed it."""
 
 
 class Moves:
@@ -32,11 +29,11 @@ class Moves:
         return self._relief.pressed(now_s) if moving else self._relief.barred(now_s)
 
     def choose(
-        self, snapshot: ReplicaSnapshot, takes_s: Coefficients, request_of: RequestOf, now_s: float
+        self, snapshot: ReplicaSnapshot, takes_s: Coefficients, sessions: Mapping[str, OpenSession], now_s: float
     ) -> tuple[str, ...]:
         """The sessions that a replica gives up now: its blocks are running out, and others have room.
 
-        `takes_s`: what the steps of its pool take.
+        `takes_s`: what the steps of its pool take. `sessions`: those that this allocator has placed.
         """
         info = snapshot.info
         if not self._settings.moves or not self._settings.relieves or not snapshot.held_tokens or info is None:
@@ -55,7 +52,7 @@ class Moves:
         ]
 
         def may_hold(running: Running, target: ReplicaInfo) -> bool:
-            return self._may_hold(request_of(running.session_id), running, target)
+            return self._may_hold(sessions.get(running.session_id), running, target)
 
         moves = choose_moves(snapshot, rooms, steps, may_hold)
         self._relief.keep(moves.values(), now_s)
@@ -93,9 +90,10 @@ class Moves:
         keeps_roles = self._settings.split_always and info.role is Role.PREFILL
         return info.decodes and not keeps_roles
 
-    def _may_hold(self, request: SessionRequest | None, running: Running, target: ReplicaInfo) -> bool:
-        if request is None:
+    def _may_hold(self, session: OpenSession | None, running: Running, target: ReplicaInfo) -> bool:
+        if session is None:
             return True  # its own allocator checks this when the session is placed again
+        request = session.request
         whole = request.prompt_tokens + request.max_tokens
         remainder = replace(request, prompt_tokens=running.held_tokens, max_tokens=whole - running.held_tokens)
         return takes(remainder, target, self._settings.limits)

@@ -44,6 +44,11 @@ def pressed(replica: ReplicaInfo) -> ReplicaSnapshot:
     )
 
 
+def sessions_of(request: SessionRequest | None) -> dict[str, OpenSession]:
+    """Both answers as this allocator's, or none of them."""
+    return {} if request is None else {each: OpenSession(request, Knowledge(), 0.0) for each in "ab"}
+
+
 class Stage:
     """A pressed replica `d0`, and another one that is empty."""
 
@@ -62,7 +67,7 @@ class Stage:
     ) -> tuple[str, ...]:
         snapshot = snapshot or pressed(info("d0"))
         self.fleet.update(snapshot, now_s)
-        return self.moves.choose(snapshot, UNKNOWN, lambda session_id: request, now_s)
+        return self.moves.choose(snapshot, UNKNOWN, sessions_of(request), now_s)
 
 
 def test_a_session_moves_where_another_replica_has_room_and_both_replicas_take_no_new_one() -> None:
@@ -84,7 +89,7 @@ def test_a_replica_that_never_decodes_gives_nothing_up() -> None:
 @pytest.mark.parametrize("unsaid", [{"held_tokens": ()}, {"info": None}])
 def test_a_replica_that_does_not_say_what_it_holds_gives_nothing_up(unsaid: dict[str, Any]) -> None:
     stage = Stage()
-    assert stage.moves.choose(replace(pressed(info("d0")), **unsaid), UNKNOWN, lambda session_id: REQUEST, 0.0) == ()
+    assert stage.moves.choose(replace(pressed(info("d0")), **unsaid), UNKNOWN, sessions_of(REQUEST), 0.0) == ()
     assert stage.moves.barred(0.0, moving=False) == ()
 
 

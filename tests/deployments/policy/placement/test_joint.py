@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -180,6 +181,15 @@ def test_answers_go_beside_prompts_only_where_all_others_are_as_busy_or_their_li
     assert may_answer() == {"d"}
     assert may_answer(flow_s=0.8 * WINDOW_S) == {"p", "d", "m"}
     assert may_answer(flow_bytes=0.5 * WINDOW_S * 1e9) == {"p", "d", "m"}
+
+
+def test_an_answer_without_a_tpot_objective_goes_anywhere() -> None:
+    field = idle_field(8000, 10, {})
+    columns = field.columns
+    for name in ("p", "m"):
+        columns["flow_s"][columns.rows[name]] = 0.8 * WINDOW_S
+    field.objectives = (field.objectives[0], math.inf)
+    assert has_spare_steps(field).all()
 
 
 def test_a_step_that_is_far_from_the_objective_may_grow_for_others_at_little_cost() -> None:

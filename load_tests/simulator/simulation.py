@@ -22,6 +22,7 @@ from load_tests.simulator.ingress import Allocating, Ingress, Manager, Reports, 
 from load_tests.simulator.links import landed_s
 from load_tests.simulator.metrics import Classes, Record, class_of
 from load_tests.simulator.profiles import Cluster
+from load_tests.simulator.session import Session
 from load_tests.simulator.steps import Chunk
 from load_tests.simulator.traces import Trace, TraceRequest
 from load_tests.simulator.work import Work
@@ -32,31 +33,6 @@ STUCK_S = 3600.0
 
 class SimulationError(Exception):
     """The simulated cluster did something that a real cluster cannot do."""
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    """A placed request: its part on the owner, and its part on the helper that prefills for it where it is split.
-
-    `first_s`: when its client had its first token. `landed_s`: when the KV sent so far is at the owner. A session that
-    has moved has the replica that gave it up as its helper. `moves`: how often it has.
-    """
-
-    request: TraceRequest
-    ingress: Ingress
-    placement: Placement
-    answer: Work
-    owner: Node
-    helper: Node | None = None
-    prefill: Work | None = None
-    first_s: float = -1.0
-    landed_s: float = 0.0
-    cached_tokens: int = 0
-    moves: int = 0
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.placement.session_id, self.placement.epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +70,7 @@ class Simulation:
         self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options, self._give_up)
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
         self._begin_s = options.snapshot_delay_s + 1e-3
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._records: dict[str, Record] = {}
         self._moves = 0
 
@@ -147,7 +123,7 @@ class Simulation:
         elif isinstance(answer, Admit):
             work = Work(session_id, 1, request.prompt_tokens, request.output_tokens, request.hashes + request.answered)
             owner = self.nodes[answer.placement.owner.replica_id]
-            session = _Session(request, self._ingress(int(session_id)), answer.placement, work, owner)
+            session = Session(request, self._ingress(int(session_id)), answer.placement, work, owner)
             self._sessions[session_id] = session
             self._place(session, answer.placement, work)
         else:
@@ -158,7 +134,7 @@ class Simulation:
         why = answer.code or answer.reason
         self._end(session_id, Record(request.at_s, request.prompt_tokens, request.output_tokens, refused=why))
 
-    def _place(self, session: _Session, placement: Placement, work: Work) -> None:
+    def _place(self, session: Session, placement: Placement, work: Work) -> None:
         """`work`: what is left of the session, as one replica alone would do it."""
         epoch, prompt = placement.epoch, work.prompt_tokens
         session.placement, session.answer = placement, work
@@ -182,7 +158,7 @@ class Simulation:
         node.replica.give_up(session_id, self._calendar.now_s)
         self._touched(node)
 
-    def _given_up(self, session: _Session) -> None:
+    def _given_up(self, session: Session) -> None:
         """A session has stopped on its owner, and asks for another one."""
         work, request = session.answer, session.request
         session.moves += 1
@@ -197,7 +173,7 @@ class Simulation:
         )
         session.ingress.open(left)
 
-    def _go_on(self, session: _Session, answer: Admit | Reject) -> None:
+    def _go_on(self, session: Session, answer: Admit | Reject) -> None:
         """A session that moves has a new owner, or none."""
         work, source = session.answer, session.owner
         session.ingress.close(work.session_id, work.epoch, "moved", work.generated)
@@ -216,7 +192,7 @@ class Simulation:
 
     # ---- replicas
 
-    def _start(self, session: _Session) -> None:
+    def _start(self, session: Session) -> None:
         session.owner.replica.submit(session.answer, self._calendar.now_s)
         self._touched(session.owner)
         if session.helper is not None and session.prefill is not None:
@@ -251,7 +227,7 @@ class Simulation:
             if work is session.answer:
                 self._served(session, now_s + self._hop_s)
 
-    def _offered(self, session: _Session) -> None:
+    def _offered(self, session: Session) -> None:
         """Decode has the blocks, so prefill may begin."""
         assert session.helper is not None
         assert session.prefill is not None
@@ -263,7 +239,7 @@ class Simulation:
         session.helper.replica.submit(work, now_s)
         self._touched(session.helper)
 
-    def _send(self, session: _Session, chunk: Chunk) -> None:
+    def _send(self, session: Session, chunk: Chunk) -> None:
         """Send a chunk's KV, without the part that decode has in its cache."""
         sender, receiver = session.helper, session.owner
         assert sender is not None
@@ -272,7 +248,7 @@ class Simulation:
         there_s = landed_s(chunk, self._calendar.now_s, size, sender.layers, sender.out, receiver.into)
         session.landed_s = max(session.landed_s, there_s)
 
-    def _first_token(self, session: _Session, work: Work) -> None:
+    def _first_token(self, session: Session, work: Work) -> None:
         now_s = self._calendar.now_s
         if session.first_s < 0.0:  # else it is computed again, after a preemption or a move
             session.first_s = now_s + self._hop_s
@@ -281,7 +257,7 @@ class Simulation:
         if work is session.prefill:
             self._calendar.at(max(session.landed_s, now_s), self._land, session)
 
-    def _land(self, session: _Session) -> None:
+    def _land(self, session: Session) -> None:
         now_s = self._calendar.now_s
         assert session.helper is not None
         assert session.prefill is not None
@@ -296,7 +272,7 @@ class Simulation:
 
     # ---- ends
 
-    def _served(self, session: _Session, last_s: float) -> None:
+    def _served(self, session: Session, last_s: float) -> None:
         request, block = session.request, self._trace.block_tokens
         tokens = request.output_tokens
         record = Record(

@@ -1,0 +1,36 @@
+"""A placed request, on the replicas that serve it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deployments.messages import Placement
+from load_tests.simulator.cluster import Node
+from load_tests.simulator.ingress import Ingress
+from load_tests.simulator.traces import TraceRequest
+from load_tests.simulator.work import Work
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A placed request: its part on the owner, and its part on the helper that prefills for it where it is split.
+
+    `first_s`: when its client had its first token. `landed_s`: when the KV sent so far is at the owner. A session that
+    has moved has the replica that gave it up as its helper. `moves`: how often it has.
+    """
+
+    request: TraceRequest
+    ingress: Ingress
+    placement: Placement
+    answer: Work
+    owner: Node
+    helper: Node | None = None
+    prefill: Work | None = None
+    first_s: float = -1.0
+    landed_s: float = 0.0
+    cached_tokens: int = 0
+    moves: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.placement.session_id, self.placement.epoch

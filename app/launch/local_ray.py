@@ -29,6 +29,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 # its clients need it too.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
+# By default Serve looks at its replicas ten times a second, and each of its processes adds up metrics as often. On an
+# idle machine that is a fifth of the CPU that Baton takes. Replicas that die are replaced up to 0.4 s later.
+CALM = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5", "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000"}
+
 
 def start_command(ports: RayPorts, num_cpus: int) -> list[str]:
     """The `ray start` command of a head node that blocks and owns its processes."""
@@ -63,7 +67,7 @@ class LocalRay:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment, **_environment(ports.host), _MARK: mark},
+                env={**ray_environment(ports.host, environment), _MARK: mark},
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
                 preexec_fn=_die_with_parent,
             )
@@ -155,12 +159,11 @@ def _reap() -> None:
             pass
 
 
-def _environment(host: str) -> dict[str, str]:
+def ray_environment(host: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a Ray at `host`: this one, and what Baton sets. What is set in `CALM` may be set otherwise."""
     # The application is shut down before Ray is: draining the node again would wait 30 s for nothing.
-    variables = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    if is_loopback(host):
-        variables |= LOOPBACK_ONLY
-    return variables
+    variables = {**CALM, **environment, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    return variables | LOOPBACK_ONLY if is_loopback(host) else variables
 
 
 def _die_with_parent() -> None:

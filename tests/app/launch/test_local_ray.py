@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from ray.serve._private import constants
 
-from app.launch.local_ray import start_command
+from app.launch.local_ray import CALM, ray_environment, start_command
 from app.launch.ports import RayPorts
 
 
@@ -25,6 +26,18 @@ def test_ray_starts_on_the_given_ports_without_usage_statistics() -> None:
         "--disable-usage-stats",
         "--block",
     } <= set(command)
+
+
+def test_serve_ticks_less_often_unless_it_is_told_how_often() -> None:
+    assert CALM.items() <= ray_environment("127.0.0.1", {}).items()
+    name = next(iter(CALM))
+    assert ray_environment("127.0.0.1", {name: "7"})[name] == "7"
+
+
+def test_serve_reads_the_variables_of_its_ticks() -> None:
+    """Contract: a variable that Serve has renamed would leave its default, without a word."""
+    known = Path(constants.__file__).read_text()
+    assert [name for name in CALM if f'"{name}"' not in known] == []
 
 
 # A head node in miniature: it outlives SIGTERM, and its grandchild has a session of its own.

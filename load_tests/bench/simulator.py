@@ -1,8 +1,8 @@
 """How far the simulator is from the real cluster: the same small trace to both, on this machine.
 
 `make bench NAME=simulator`, or with `ARGS="--requests 40 --rate 0.3"`. Starts `configs/cpu-1p1d.yaml` (real engines,
-real NIXL, one prefill and one decode replica) with every prompt split. Progress goes to stderr; the last line of stdout
-is one JSON object. A run takes about six minutes.
+real NIXL, one prefill and one decode replica) with every prompt split; with `--split auto`, every way is weighed for
+every request. Progress goes to stderr; the last line of stdout is one JSON object. A run takes about six minutes.
 
 **What runs.** First a load that is not compared teaches the session manager what steps take here: `--warm` requests
 like those of the trace, at the trace's rate. What it learned (`predictions` in `/baton/status`) is the simulator's
@@ -14,7 +14,7 @@ Answers have exactly the trace's length.
 one, over the tokens between. Ratios are simulated over real. Targets: medians within 15%, p90 within 25%.
 `overhead_s`: what a request spends outside the engines (HTTP, Serve, the session manager). It is the least TTFT of the
 first load's requests of one block, less what the profile says of their prefill. Each of the simulator's hops takes half
-of it.
+of it. `modes`: how many of the requests were served in which way.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,25 +105,35 @@ class Client:
         return list(await asyncio.gather(*map(one, trace.requests)))
 
 
-async def measure(url: str, trace: Trace, warm: Trace) -> tuple[list[Seen], dict[str, Coefficients], float]:
-    """The real answers, the cost of steps by pool, and the least TTFT of a prompt within one block."""
+async def measure(
+    url: str, trace: Trace, warm: Trace
+) -> tuple[list[Seen], dict[str, Coefficients], float, Counter[str]]:
+    """The real answers, the cost of steps by pool, the least TTFT of a prompt within one block, and the modes."""
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
         client = Client(http, seed=trace.requests[0].prompt_tokens)
         probes = [await client.ask(PROBE_TOKENS, 8) for _ in range(6)]
         await client.replay(warm)  # at the trace's own rate: engines that share cores are slower when both are busy
-        steps = (await http.get("/baton/status")).json()["predictions"]["steps"]
+        before = (await http.get("/baton/status")).json()
+        steps = before["predictions"]["steps"]
         learned = {pool: Coefficients(*(each[name] for name in NAMES)) for pool, each in steps.items()}
         print(f"learned: {steps}", file=sys.stderr)
-        return await client.replay(trace), learned, min(probe.ttft_s for probe in probes)
+        real = await client.replay(trace)
+        modes = Counter((await http.get("/baton/status")).json()["modes"]) - Counter(before["modes"])
+        return real, learned, min(probe.ttft_s for probe in probes), modes
 
 
-def simulate(trace: Trace, learned: dict[str, Coefficients], overhead_s: float, seed: int) -> list[Seen]:
-    """The same requests in the simulator."""
+def simulate(
+    trace: Trace, learned: dict[str, Coefficients], overhead_s: float, split: str, seed: int
+) -> tuple[list[Seen], Counter[str]]:
+    """The same requests in the simulator, and their modes."""
     cluster = cpu_pair(learned["prefill"], learned["decode-main"], hop_s=overhead_s / 2)
     anything = (Objectives("default", ttft_s=REQUEST_S, tpot_s=REQUEST_S),)
-    options = Options(split="always", admission=False, queue_timeout_s=REQUEST_S, seed=seed)
-    result = Simulation(cluster, trace, anything, options, make_allocator).run()
-    return [Seen(record.ttft_s, record.tpot_s) for record in result.records]
+    without_objectives: tuple[str, object] = ("classes", {"default": {}})
+    options = Options(
+        split=split, admission=False, queue_timeout_s=REQUEST_S, seed=seed, placement=(without_objectives,)
+    )
+    records = Simulation(cluster, trace, anything, options, make_allocator).run().records
+    return [Seen(each.ttft_s, each.tpot_s) for each in records], Counter(each.mode for each in records)
 
 
 def compare(real: Sequence[Seen], simulated: Sequence[Seen]) -> dict[str, Any]:
@@ -148,24 +159,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     warm = poisson(options.rate, options.warm, options.seed + 1, PROMPTS, ANSWERS)
     with tempfile.TemporaryDirectory() as directory:
         serve = yaml.safe_load(CONFIG.read_text())
-        serve["applications"][0]["args"]["placement"] = {"split": "always", "queue_timeout_s": REQUEST_S}
+        serve["applications"][0]["args"]["placement"] = {"split": options.split, "queue_timeout_s": REQUEST_S}
         application = Application(serve, Path(directory))
         try:
             application.wait()
-            real, learned, probe_s = asyncio.run(measure(application.url, trace, warm))
+            real, learned, probe_s, modes = asyncio.run(measure(application.url, trace, warm))
         finally:
             application.stop()
     overhead_s = max(0.0, probe_s - learned["prefill"].prefill_s(PROBE_TOKENS, 0, 256))
-    simulated = simulate(trace, learned, overhead_s, options.seed)
+    simulated, simulated_modes = simulate(trace, learned, overhead_s, options.split, options.seed)
     profile = {
         pool: {name: round(value, 9) for name, value in each._asdict().items()} for pool, each in learned.items()
     }
-    asked = {"requests": options.requests, "rate": options.rate, "warm": options.warm, "seed": options.seed}
+    asked = {name: getattr(options, name) for name in ("requests", "rate", "warm", "split", "seed")}
     return {
         "benchmark": "simulator",
         "conditions": before | asked,
         "profile": profile,
         "overhead_s": round(overhead_s, 4),
+        "modes": {"real": modes, "simulated": simulated_modes},
         **compare(real, simulated),
     }
 
@@ -175,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=40, help="requests that are compared")
     parser.add_argument("--rate", type=float, default=0.25, help="requests per second")
     parser.add_argument("--warm", type=int, default=36, help="requests before them, to learn from")
+    parser.add_argument("--split", choices=("always", "auto"), default="always")
     parser.add_argument("--seed", type=int, default=1)
     print(json.dumps(run(parser.parse_args(arguments))))
 

@@ -260,7 +260,7 @@ class SessionRequest:
     answered so far. `moved_from`: the replica that gave the session up and holds its KV cache; "" where the attempt
     before was lost, and for the first attempt. `least_epoch`: the placement gets this epoch or a higher one, also
     where the ledger does not know the session. `progressed`: the attempt before gave more than a first token, so this
-    attempt does not repeat one that failed at once.
+    attempt does not repeat one that failed at once. `answered_tokens`: the end of the prompt that was answered before.
     """
 
     session_id: str
@@ -278,6 +278,7 @@ class SessionRequest:
     moved_from: str = ""
     least_epoch: int = 1
     progressed: bool = False
+    answered_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ def session_request(
         attempt=left.number,
         moved_from=left.moved_from,
         progressed=left.after_progress,
+        answered_tokens=len(left.answered),
     )
 
 

@@ -171,7 +171,7 @@ class Allocator:
         self.predictors.computed(session_id, now_s)
         if session_id not in self.room:
             session = self._sessions.pop(session_id, None)
-            if session is not None and output_tokens and outcome in ENDED_WELL and session.request.attempt == 1:
+            if session is not None and output_tokens and outcome in ENDED_WELL:
                 self.predictors.lengths.observe(session.request, output_tokens, finished_by_limit=outcome == "length")
         return True
 

@@ -16,7 +16,8 @@ class Session:
     """A placed request: its part on the owner, and its part on the helper that prefills for it where it is split.
 
     `first_s`: when its client had its first token. `landed_s`: when the KV sent so far is at the owner. A session that
-    has moved has the replica that gave it up as its helper. `moves`: how often it has.
+    has moved has the replica that gave it up as its helper. `moves`: how often it has. `answered_tokens`: what it had
+    answered when it last did.
     """
 
     request: TraceRequest
@@ -30,6 +31,7 @@ class Session:
     landed_s: float = 0.0
     cached_tokens: int = 0
     moves: int = 0
+    answered_tokens: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

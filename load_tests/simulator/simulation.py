@@ -163,10 +163,12 @@ class Simulation:
         work, request = session.answer, session.request
         session.moves += 1
         self._moves += 1
+        session.answered_tokens = request.output_tokens - work.outputs + work.generated
         left = replace(
             self._request(work.session_id, request),
             prompt_tokens=work.prompt_tokens + work.generated,
-            max_tokens=request.max_tokens - request.output_tokens + work.outputs - work.generated,
+            max_tokens=request.max_tokens - session.answered_tokens,
+            answered_tokens=session.answered_tokens,
             hashes=work.hashes[: work.context // self._trace.block_tokens],
             attempt=session.moves + 1,
             moved_from=session.placement.owner.replica_id,
@@ -289,7 +291,8 @@ class Simulation:
         session_id, epoch = session.key
         self._end(session_id, record)
         del self._sessions[session_id]
-        session.ingress.close(session_id, epoch, "length" if tokens >= request.max_tokens else "stop", tokens)
+        outcome, rest = "length" if tokens >= request.max_tokens else "stop", tokens - session.answered_tokens
+        session.ingress.close(session_id, epoch, outcome, rest)
 
     def _end(self, session_id: str, record: Record) -> None:
         if session_id in self._records:

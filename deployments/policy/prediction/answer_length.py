@@ -9,6 +9,9 @@ The histogram's own quantile is not trusted. Its level moves until the share of 
 conformal inference, Gibbs and Candes 2021). The mean is not corrected in this way: answers end long after their
 prediction, so the correction oscillates (on real traces it tripled the error of sums). An answer that its limit cut off
 counts as one of the longer answers, in proportion (redistribution to the right, Efron 1967).
+
+A session that moved or was lost asks again for the rest of its answer. Its whole answer is what is learned, and its
+rest is predicted from the answers that were longer than what it has.
 """
 
 from __future__ import annotations
@@ -75,11 +78,15 @@ class _Cell:
             self._total /= self._weight
             self._weight = 1.0
 
-    def predict(self, max_tokens: int, levels: tuple[float, float]) -> tuple[float, float, float]:
-        below = self.counts.cumsum()
+    def predict(self, max_tokens: int, levels: tuple[float, float], least: int) -> tuple[float, float, float] | None:
+        """Quantiles and mean of the answers of more than `least` tokens; None where there are none."""
+        counts = np.where(least < UPPER, self.counts, 0.0) if least else self.counts
+        below = counts.cumsum()
         total = float(below[-1])
+        if total <= 0.0:
+            return None
         p50, p90 = UPPER[below.searchsorted((levels[0] * total, levels[1] * total))].tolist()
-        return p50, p90, float(np.minimum(MIDDLE, max_tokens).dot(self.counts)) / total
+        return p50, p90, float(np.minimum(MIDDLE, max_tokens).dot(counts)) / total
 
 
 class LengthPredictor:
@@ -107,7 +114,7 @@ class LengthPredictor:
         self._judge = _Judge(window)
 
     def predict(self, request: SessionRequest) -> Length:
-        """The predicted length, never above `max_tokens`.
+        """The predicted length of what is to be written, never above `max_tokens`.
 
         It is remembered, and `observe` compares it with the answer.
         """
@@ -119,11 +126,13 @@ class LengthPredictor:
         return length
 
     def _predict(self, request: SessionRequest) -> Length:
-        limit = request.max_tokens
+        limit, answered = request.max_tokens, request.answered_tokens
         for key in _keys(request):
             cell = self._cells.get(key)
-            if cell is not None and cell.count >= self._enough:
-                p50, p90, mean = cell.predict(limit, self._judge.levels)
+            if cell is None or cell.count < self._enough:
+                continue
+            if (found := cell.predict(limit + answered, self._judge.levels, answered)) is not None:
+                p50, p90, mean = (max(each - answered, min(1.0, limit)) for each in found)
                 p50_tokens = min(math.floor(p50), limit)
                 p90_tokens = max(min(math.floor(p90), limit), p50_tokens)
                 return Length(p50_tokens, p90_tokens, min(mean, float(limit)))
@@ -132,7 +141,8 @@ class LengthPredictor:
     def observe(self, request: SessionRequest, output_tokens: int, finished_by_limit: bool = False) -> None:
         """An answer ended. Do not report answers that the client or a failure cut short: they say too little.
 
-        `finished_by_limit`: without its limit it would have been longer. Lengths below 1 are ignored.
+        `output_tokens`: without those that were answered before this request; below 1, they are ignored.
+        `finished_by_limit`: without its limit the answer would have been longer.
         """
         predicted = self._pending.pop(request.session_id, None)
         if output_tokens < 1:
@@ -140,7 +150,7 @@ class LengthPredictor:
         if predicted is not None:
             self._judge.observe(predicted, output_tokens, request.max_tokens)
         for key in _keys(request):
-            self._cell(key).add(output_tokens, finished_by_limit)
+            self._cell(key).add(output_tokens + request.answered_tokens, finished_by_limit)
 
     def _cell(self, key: Hashable) -> _Cell:
         cell = self._cells.get(key)
@@ -207,7 +217,8 @@ def _bucket(tokens: int) -> int:
 
 def _keys(request: SessionRequest) -> list[Hashable]:
     """The cells of a request, the most specific first; the last is the cell of all requests."""
-    prompt, limit = request.prompt_tokens.bit_length(), request.max_tokens.bit_length()
+    answered = request.answered_tokens
+    prompt, limit = (request.prompt_tokens - answered).bit_length(), (request.max_tokens + answered).bit_length()
     kind = request.chat, limit
     keys: list[Hashable] = [("affinity", request.affinity)] if request.affinity else []
     if request.client:

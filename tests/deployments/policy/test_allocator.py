@@ -344,6 +344,15 @@ def test_answers_that_end_teach_how_long_the_next_will_be() -> None:
     assert admitted(allocator, ask("last", 100, 4000)).forecast.output_tokens == pytest.approx(40, rel=0.3)
 
 
+def test_answers_that_moved_teach_their_whole_length() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=100_000))
+    for number in range(200):
+        rest = ask(f"a{number}", 100 + 300, 4000 - 300, attempt=2, progressed=True, answered_tokens=300)
+        placement = admitted(allocator, rest)
+        allocator.close(placement.session_id, placement.epoch, "stop", float(number), 40)
+    assert admitted(allocator, ask("last", 100, 4000)).forecast.output_tokens == pytest.approx(340, rel=0.1)
+
+
 def test_a_lost_replica_takes_its_cache_along() -> None:
     p0, p1 = info("p0"), info("p1")
     allocator = allocator_of(p0, p1, info("d0", total_blocks=100_000))

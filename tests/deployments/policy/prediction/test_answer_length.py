@@ -155,6 +155,21 @@ def test_a_prediction_is_judged_as_it_was_made_and_once() -> None:
     assert (said["coverage_p90"], said["count"]) == (0.0, 1.0)
 
 
+def test_the_rest_of_an_answer_is_predicted_from_those_that_were_longer() -> None:
+    predictor, rng = LengthPredictor(), random.Random(3)
+    learn(predictor, 2000, lambda number: (request(number), two_peaks(rng)))
+    rest = predictor.predict(request(prompt=700, limit=LIMIT - 200, answered_tokens=200))
+    assert rest.mean == pytest.approx(210, rel=0.1), "those that are longer have some 410"
+    past_all = predictor.predict(request(prompt=3500, limit=LIMIT - 3000, answered_tokens=3000))
+    assert past_all == Length(LIMIT - 3000, LIMIT - 3000, float(LIMIT - 3000)), "none was so long"
+
+
+def test_the_whole_of_an_answer_in_parts_is_learned() -> None:
+    predictor = LengthPredictor()
+    learn(predictor, 100, lambda number: (request(number, 500 + 300, LIMIT - 300, answered_tokens=300), 100))
+    assert predictor.predict(request()).mean == pytest.approx(400, rel=0.05)
+
+
 def test_memory_is_bounded_whoever_asks() -> None:
     predictor = LengthPredictor(max_cells=50, max_pending=20)
     for number in range(500):

@@ -67,7 +67,7 @@ class LocalRay:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**ray_environment(ports.host, environment), _MARK: mark},
+                env={**head_environment(ports.host, environment), _MARK: mark},
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
                 preexec_fn=_die_with_parent,
             )
@@ -159,7 +159,7 @@ def _reap() -> None:
             pass
 
 
-def ray_environment(host: str, environment: Mapping[str, str]) -> dict[str, str]:
+def head_environment(host: str, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a Ray at `host`: this one, and what Baton sets. What is set in `CALM` may be set otherwise."""
     # The application is shut down before Ray is: draining the node again would wait 30 s for nothing.
     variables = {**CALM, **environment, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}

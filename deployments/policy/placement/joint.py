@@ -243,13 +243,10 @@ def has_spare_steps(here: Field) -> Flags:
 
     A TPOT objective makes every step of the prompts beside the answer shorter, and all that wait for their prompts hold
     memory meanwhile. Where all others compute prompts all the time, or have no link to spare for more answers, every
-    replica takes them. An answer without that objective goes anywhere: the prompts beside it keep their share of the
-    time, and the fewer answers there are beside it, the shorter its steps are.
+    replica takes them. An answer without that objective goes anywhere: prompts keep their share of the time beside it.
     """
     outlook, columns = here.outlook, here.columns
-    if here.objectives[1] == np.inf:
-        return np.ones_like(columns.ready)
-    spare = outlook.prefill_load < SATURATED
+    spare = outlook.prefill_load < (SATURATED if here.objectives[1] < np.inf else np.inf)
     able = spare & columns.ready & columns.decodes & (outlook.link_load < LINK_SHARE)
     return spare if able.any() else np.ones_like(spare)
 

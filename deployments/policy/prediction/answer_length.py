@@ -132,7 +132,7 @@ class LengthPredictor:
             if cell is None or cell.count < self._enough:
                 continue
             if (found := cell.predict(limit + answered, self._judge.levels, answered)) is not None:
-                p50, p90, mean = (max(each - answered, min(1.0, limit)) for each in found)
+                p50, p90, mean = (max(each - answered, 1.0) for each in found)
                 p50_tokens = min(math.floor(p50), limit)
                 p90_tokens = max(min(math.floor(p90), limit), p50_tokens)
                 return Length(p50_tokens, p90_tokens, min(mean, float(limit)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ray.serve._private import constants
 
-from app.launch.local_ray import CALM, ray_environment, start_command
+from app.launch.local_ray import CALM, head_environment, start_command
 from app.launch.ports import RayPorts
 
 
@@ -29,9 +29,9 @@ def test_ray_starts_on_the_given_ports_without_usage_statistics() -> None:
 
 
 def test_serve_ticks_less_often_unless_it_is_told_how_often() -> None:
-    assert CALM.items() <= ray_environment("127.0.0.1", {}).items()
+    assert CALM.items() <= head_environment("127.0.0.1", {}).items()
     name = next(iter(CALM))
-    assert ray_environment("127.0.0.1", {name: "7"})[name] == "7"
+    assert head_environment("127.0.0.1", {name: "7"})[name] == "7"
 
 
 def test_serve_reads_the_variables_of_its_ticks() -> None:

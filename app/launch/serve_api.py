@@ -17,9 +17,17 @@ import httpx
 
 _FAILED = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
+DEPLOY_TRIES = 3
+"""How often a configuration is submitted to a Serve that fails. On a slow machine Serve kills a proxy of its own that
+takes long to start, and answers 500."""
+
 
 class ServeApiError(Exception):
     """Ray Serve refused a request or did not answer it in time."""
+
+
+class ServeTrouble(ServeApiError):
+    """Ray Serve answered that it failed itself. It may do better when it is asked again."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,14 @@ class ServeApi:
 
     def deploy(self, config: Mapping[str, Any]) -> None:
         """Submit a Serve configuration. Returns when it is accepted, not when it runs."""
-        self._request("PUT", json=config, timeout_s=120.0)
+        for tries_left in reversed(range(DEPLOY_TRIES)):
+            try:
+                self._request("PUT", json=config, timeout_s=120.0)
+            except ServeTrouble:
+                if not tries_left:
+                    raise
+            else:
+                return
 
     def remove(self, config: Mapping[str, Any], timeout_s: float) -> bool:
         """Take a configuration's applications away. True when their replicas are gone in time.
@@ -131,7 +146,8 @@ class ServeApi:
         except httpx.HTTPError as error:
             raise ServeApiError(f"Ray's dashboard did not answer {method}: {error!r}") from error
         if response.is_error:
-            raise ServeApiError(f"Ray Serve answered {response.status_code}: {response.text.strip()[-2000:]}")
+            kind = ServeTrouble if response.is_server_error else ServeApiError
+            raise kind(f"Ray Serve answered {response.status_code}: {response.text.strip()[-2000:]}")
         return response
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.launch.serve_api import ServeApi, ServeApiError, progress
+from app.launch.serve_api import DEPLOY_TRIES, ServeApi, ServeApiError, ServeTrouble, progress
 
 
 def details(status: str, deployment: str, replicas: list[str], message: str = "") -> dict[str, Any]:
@@ -89,3 +89,27 @@ def test_a_dashboard_that_is_busy_for_a_moment_is_asked_again() -> None:
     answers = iter([httpx.Response(500, text="in trouble")])
     with pytest.raises(ServeApiError, match="500"):
         api.details_within(-1.0)
+
+
+def test_a_configuration_is_submitted_again_to_a_serve_that_fails_and_not_to_one_that_refuses() -> None:
+    statuses: list[int] = []
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        return httpx.Response(statuses[len(asked) - 1], text="why")
+
+    api = ServeApi("http://dashboard", transport=httpx.MockTransport(answer))
+    statuses[:] = [500, 200]
+    api.deploy({})
+    assert asked == ["PUT", "PUT"]
+    asked.clear()
+    statuses[:] = [500] * DEPLOY_TRIES
+    with pytest.raises(ServeTrouble, match="500: why"):
+        api.deploy({})
+    assert len(asked) == DEPLOY_TRIES
+    asked.clear()
+    statuses[:] = [400]
+    with pytest.raises(ServeApiError, match="400: why"):
+        api.deploy({})
+    assert len(asked) == 1

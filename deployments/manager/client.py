@@ -17,7 +17,8 @@ from deployments.errors import Unavailable
 from deployments.manager import wire
 from deployments.manager.calls import A, Call
 from deployments.manager.timings import TIMINGS, Timings
-from transfer.control.seal import BadMessage, SealOf
+from deployments.sealed_connection import Connection, Seal, connect, packed
+from transfer.control.seal import BadMessage
 
 
 class ManagerClient:
@@ -42,7 +43,7 @@ class ManagerClient:
         if connection is None or not connection.takes_calls:
             connection = await self._connected()
         try:
-            return wire.answer_of(call, await connection.ask(wire.packed_call(call)))
+            return wire.answer_of(call, await connection.ask(packed(call)))
         except BadMessage as error:
             raise Unavailable(f"the session manager's answer is not understood: {error}") from error
 
@@ -64,9 +65,7 @@ class ManagerClient:
             async with asyncio.timeout(self._timings.locate_s):
                 while not (address := await self._locate()):  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(self._timings.locate_again_s)
-                host, _, port = address.rpartition(":")
-                loop = asyncio.get_running_loop()
-                _, connection = await loop.create_connection(self._new, host.strip("[]"), int(port))
+                connection = await connect(address, self._new)
         except (OSError, TimeoutError) as error:
             raise Unavailable(f"the session manager cannot be reached: {error or type(error).__name__}") from error
         self._connection = connection
@@ -76,11 +75,11 @@ class ManagerClient:
         return _Connection(self._seal)
 
 
-class _Connection(wire.Connection):
+class _Connection(Connection[wire.AnyMessage | wire.Unknown]):
     """One connection to one manager. Once it is broken, the client makes another."""
 
-    def __init__(self, sealed: SealOf[msgspec.Raw]) -> None:
-        super().__init__(sealed, "the session manager")
+    def __init__(self, seal: Seal) -> None:
+        super().__init__(seal, wire.message_of, "the session manager")
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._retires = self._is_over = False

@@ -14,7 +14,8 @@ import msgspec
 from deployments.manager import wire
 from deployments.manager.manager import SessionManager
 from deployments.manager.timings import TIMINGS, Timings
-from transfer.control.seal import BadMessage, SealOf
+from deployments.sealed_connection import Connection, Seal, address_of
+from transfer.control.seal import BadMessage
 
 
 class ManagerServer:
@@ -31,8 +32,7 @@ class ManagerServer:
     async def start(self, host: str) -> None:
         """Listen."""
         self._server = await asyncio.get_running_loop().create_server(self._connection, host, 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = address_of(self._server, host)
 
     def _connection(self) -> _Connection:
         return _Connection(self, self._seal)
@@ -68,11 +68,11 @@ class ManagerServer:
             self._alone.set()
 
 
-class _Connection(wire.Connection):
+class _Connection(Connection[wire.AnyMessage | wire.Unknown]):
     """One caller. When it is gone, its calls are cancelled, because nothing can receive their answers."""
 
-    def __init__(self, server: ManagerServer, sealed: SealOf[msgspec.Raw]) -> None:
-        super().__init__(sealed, "a caller of the session manager")
+    def __init__(self, server: ManagerServer, seal: Seal) -> None:
+        super().__init__(seal, wire.message_of, "a caller of the session manager")
         self._server = server
         self.calls: dict[int, asyncio.Task[None]] = {}
 

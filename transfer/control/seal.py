@@ -30,7 +30,7 @@ class SealOf(Generic[M]):
 
     def __init__(self, secret: str, schema: Any, most_bytes: int, purpose: bytes = b"") -> None:
         self._key = hashlib.blake2b(secret.encode(), digest_size=32, person=purpose).digest()
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(schema)
 
@@ -44,7 +44,7 @@ class SealOf(Generic[M]):
 
     def unpack(self, frame: bytes) -> M:
         """The message that a frame carries. Raises BadMessage."""
-        if not DIGEST_BYTES < len(frame) <= self._most_bytes:
+        if not DIGEST_BYTES < len(frame) <= self.most_bytes:
             raise BadMessage(f"a frame of {len(frame)} bytes")
         digest, body = frame[:DIGEST_BYTES], frame[DIGEST_BYTES:]
         if not hmac.compare_digest(digest, self._digest(body)):

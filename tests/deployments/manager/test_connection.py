@@ -10,8 +10,6 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deployments.errors import Unavailable
 from deployments.manager import calls, wire
@@ -51,6 +49,7 @@ from deployments.messages import (
     SessionRequest,
     StepSample,
 )
+from deployments.sealed_connection import framed, packed
 from tests.deployments.manager.test_manager import BLOCK, config
 from transfer.control.seal import BadMessage
 
@@ -323,7 +322,7 @@ async def test_who_does_not_know_the_secret_is_cut_off_and_others_go_on(stage: S
 
 
 def sealed(message: wire.AnyMessage) -> bytes:
-    return wire.framed(wire.seal(SECRET).pack(wire.packed(message)))
+    return framed(wire.seal(SECRET).pack(packed(message)))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +332,7 @@ def sealed(message: wire.AnyMessage) -> bytes:
         b"\xff\xff\xff\xff",
         b"\0\0\0\0",
         sealed(wire.Answered(1, wire.packed_answer(None))),
-        wire.framed(wire.seal(SECRET)._digest(b"\x81") + b"\x81"),
+        framed(wire.seal(SECRET)._digest(b"\x81") + b"\x81"),
     ],
     ids=["another protocol", "longer than any", "empty", "what only a manager says", "no message"],
 )
@@ -398,7 +397,7 @@ async def test_a_message_of_another_version_fails_its_call_alone(stage: Stage) -
     await until(lambda: ours._open)
     (number,) = ours._open
     for side, said in ((ours, 7), (theirs, number)):
-        side._transport.write(wire.framed(wire.seal(SECRET).pack(msgspec.Raw(msgspec.msgpack.encode(Whisper(said))))))
+        side._transport.write(framed(wire.seal(SECRET).pack(msgspec.Raw(msgspec.msgpack.encode(Whisper(said))))))
     with pytest.raises(Unavailable, match="of another version"):
         await viewing
     assert (await client.ask(View())).replicas
@@ -411,7 +410,7 @@ async def test_a_message_of_another_version_fails_its_call_alone(stage: Stage) -
     ids=lambda call: type(call).__name__,
 )
 def test_calls_come_out_as_they_went_in(call: Call[Any]) -> None:
-    again = wire.call_of(wire.packed_call(call))
+    again = wire.call_of(packed(call))
     assert again == call
     assert msgspec.to_builtins(again) == msgspec.to_builtins(call)
     for snapshot in (again.snapshot,) if isinstance(again, Report) else ():
@@ -447,11 +446,3 @@ def test_what_is_sealed_for_the_channel_is_none_of_the_managers() -> None:
 
     with pytest.raises(BadMessage, match="wrong seal"):
         wire.seal(SECRET).unpack(Seal(SECRET).pack(Welcome()))
-
-
-@given(st.lists(st.binary(max_size=40), max_size=6), st.integers(1, 50))
-def test_frames_are_put_together_from_any_pieces(messages: list[bytes], piece: int) -> None:
-    sent = b"".join(map(wire.framed, messages))
-    frames = wire.Frames()
-    found = [frame for at in range(0, len(sent), piece) for frame in frames.feed(sent[at : at + piece])]
-    assert found == messages

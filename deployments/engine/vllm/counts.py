@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import SchedulerStats
 
 from deployments.engine.protocol import EngineLoad
+from deployments.engine.vllm.outputs import Seen
 from deployments.messages import StepSample
 
 COUNTERS = (
@@ -25,7 +25,7 @@ class Counts:
         self.totals = dict.fromkeys(COUNTERS, 0.0)
         self.load = EngineLoad()
 
-    def output(self, output: EngineCoreOutput) -> None:
+    def output(self, output: Seen) -> None:
         """Count one request's part of a step."""
         if (stats := output.prefill_stats) is not None:
             self.totals["prompt_tokens"] += stats.num_prompt_tokens

@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from vllm.config import KVTransferConfig
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
@@ -23,6 +24,7 @@ from deployments.engine.protocol import EngineError, EngineInfo, Output, Step
 from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
+from deployments.engine.vllm.outputs import OutputsDecoder, Seen, passed_on, seen
 from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 
@@ -58,7 +60,6 @@ class VllmEngine:
         self._client: AsyncMPClient | None = None
         self._total_blocks = 0
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-        self._encoder = MsgpackEncoder()
         self._counts = Counts()
         self._events = KVEvents(config.block_size)
 
@@ -78,7 +79,10 @@ class VllmEngine:
 
     def _launch(self) -> AsyncMPClient:
         config = self._arguments.vllm_config(self._transfer(), self._worker_extension, self._events)
-        return AsyncMPClient(config, Executor.get_class(config), log_stats=True)
+        client = AsyncMPClient(config, Executor.get_class(config), log_stats=True)
+        assert client.resources.output_queue_task is None, "its decoder is in use"
+        client.decoder = OutputsDecoder()
+        return client
 
     def _transfer(self) -> KVTransferConfig:
         return self._arguments.baton_transfer()
@@ -107,18 +111,20 @@ class VllmEngine:
         steps: tuple[StepSample, ...] = ()
         if outputs.scheduler_stats is not None:
             steps = self._counts.observe(outputs.scheduler_stats, self._total_blocks, len(self._events.log))
-        return Step(tuple(self._output(output) for output in outputs.outputs), self._counts.load, steps)
+        came = tuple(self._output(seen(output), (output, outputs.buffers)) for output in outputs.outputs)
+        return Step(came, self._counts.load, steps)
 
-    def _output(self, output: EngineCoreOutput) -> Output:
+    def _output(self, output: Seen, payload: tuple[msgspec.Raw, tuple[bytes, ...]]) -> Output:
+        """`payload`: the output as it came, and the buffers of its message."""
         self._counts.output(output)
-        return Output(output.request_id, len(output.new_token_ids), output.finished, output)
+        return Output(output.request_id, len(output.new_token_ids), output.finish_reason is not None, payload)
 
     def cache_change(self, whole: bool) -> CacheChange | None:
         self._events.drain()
         return self._events.log.change(whole)
 
     def encode(self, payloads: list[Any]) -> list[bytes]:
-        return [bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(outputs=payloads))]
+        return passed_on([output for output, _ in payloads], payloads[0][1])
 
     async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
         await self._rpc("baton_meet", self._arguments.receives, [list(workers) for workers in peers])

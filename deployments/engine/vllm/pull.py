@@ -8,13 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.engine.protocol import EngineError, Output
 from deployments.engine.vllm.engine import RPC_TIMEOUT_S, VllmEngine
+from deployments.engine.vllm.outputs import Seen
 from deployments.messages import Role
 
 logger = logging.getLogger("baton.engine")
@@ -50,8 +51,8 @@ class PullEngine(VllmEngine):
             },
         )
 
-    def _output(self, output: EngineCoreOutput) -> Output:
-        taken = super()._output(output)
+    def _output(self, output: Seen, payload: tuple[msgspec.Raw, tuple[bytes, ...]]) -> Output:
+        taken = super()._output(output, payload)
         held = (output.kv_transfer_params or {}).get("do_remote_prefill", False)
         return replace(taken, finished=taken.finished and not held)
 

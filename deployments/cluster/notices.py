@@ -51,13 +51,15 @@ class Notices:
     async def silent(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
         """The replicas among these that the manager has not heard of for too long; none when it cannot be asked."""
         try:
-            return await asyncio.wait_for(self._manager.ask(calls.Silent(tuple(replica_ids))), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await self._manager.ask(calls.Silent(tuple(replica_ids)))
         except (Unavailable, TimeoutError) as error:
             logger.warning("the session manager cannot be asked: %r", error)
             return ()
 
     async def _tell(self, message: Coroutine[Any, Any, None]) -> None:
         try:
-            await asyncio.wait_for(message, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await message
         except (Unavailable, TimeoutError) as error:
             logger.warning("the session manager was not told: %r", error)

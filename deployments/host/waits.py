@@ -17,12 +17,32 @@ async def set_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-async def unless(event: asyncio.Event, call: Coroutine[Any, Any, T]) -> T | None:
-    """The call's result. When the event comes first, the call is cancelled and the result is None."""
-    asked, come = asyncio.ensure_future(call), asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({asked, come}, return_when=asyncio.FIRST_COMPLETED)
-        return asked.result() if asked.done() else None
-    finally:
-        for waiting in (asked, come):
-            waiting.cancel()
+class Stop(asyncio.Event):
+    """An event that ends calls. It costs a call no task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: set[asyncio.Timeout] = set()
+
+    def set(self) -> None:
+        super().set()
+        calls, self._calls = self._calls, set()
+        for call in calls:
+            call.reschedule(asyncio.get_running_loop().time())
+
+    async def unless_set(self, call: Coroutine[Any, Any, T]) -> T | None:
+        """The call's result. When the event comes first, the call is cancelled and the result is None."""
+        if self.is_set():
+            call.close()
+            return None
+        try:
+            async with asyncio.timeout(None) as ending:
+                self._calls.add(ending)
+                try:
+                    return await call
+                finally:
+                    self._calls.discard(ending)
+        except TimeoutError:
+            if ending.expired():
+                return None
+            raise

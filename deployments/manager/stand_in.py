@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from configs.schema import BatonConfig
 from deployments.errors import Unavailable
-from deployments.host.waits import set_within, unless
+from deployments.host.waits import Stop, set_within
 from deployments.manager.calls import (
     A,
     Adopt,
@@ -68,13 +68,14 @@ class StandIn:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = {"absences": 0, "placed": 0}
-        self._manager, self._timings, self._clock, self._ingresses = manager, timings, clock, config.ingress.replicas
+        self._manager, self._timings, self._clock = manager, timings, clock
+        self._ingresses = config.ingress.replicas or 1
         # Nothing reports here: the replicas of a view count as there for as long as the view is used.
         placement = config.placement.model_copy(update={"snapshot_stale_s": 2 * timings.view_oldest_s})
         self._config = config.model_copy(update={"placement": placement})
         self._view, self._viewed_s = ManagerView("", ()), -math.inf
         self._is_away, self._acting = False, SessionManager(self._config)
-        self._turned = asyncio.Event()
+        self._turned = Stop()
         self._asks = itertools.count(1)
         self._own = OwnSessions()
         self._untold: deque[Notice] = deque(maxlen=UNTOLD)
@@ -133,7 +134,7 @@ class StandIn:
         if is_away:
             self._check_view()
         asked: Manager = self._acting if is_away else self._manager
-        decision = await unless(self._turned, asked.ask(Open(request)))
+        decision = await self._turned.unless_set(asked.ask(Open(request)))
         if decision is None and not is_away:  # the manager may have placed the session anyway
             self._untold.append(Close(request.session_id, request.least_epoch, "abandoned"))
         if isinstance(decision, Admit):
@@ -158,7 +159,7 @@ class StandIn:
             await self._acting.ask(notice)
         else:
             with contextlib.suppress(Unavailable):
-                if await unless(self._turned, _told(self._manager, notice)):
+                if await self._turned.unless_set(_told(self._manager, notice)):
                     return
         self._untold.append(notice)
 
@@ -205,7 +206,7 @@ class StandIn:
             logger.warning("the session manager is away (%r): sessions are placed by its last view", error)
 
     def _turn(self) -> None:
-        turned, self._turned = self._turned, asyncio.Event()
+        turned, self._turned = self._turned, Stop()
         turned.set()
 
     def _check_view(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deployments.host.waits import set_within, unless
+from deployments.host.waits import Stop, set_within
 
 LONG_S = 60.0
 
@@ -38,7 +38,7 @@ async def test_the_result_of_a_call_that_ends_first_is_given_and_the_event_is_wa
         await asyncio.sleep(0)
         return "answer"
 
-    assert await unless(asyncio.Event(), call()) == "answer"
+    assert await Stop().unless_set(call()) == "answer"
     assert await none_is_left()
 
 
@@ -47,12 +47,12 @@ async def test_the_error_of_a_call_is_raised() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await unless(asyncio.Event(), call())
+        await Stop().unless_set(call())
     assert await none_is_left()
 
 
 async def test_a_call_is_cancelled_when_the_event_comes_first() -> None:
-    event, began, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    event, began, ended = Stop(), asyncio.Event(), asyncio.Event()
 
     async def call() -> str:
         began.set()
@@ -62,7 +62,7 @@ async def test_a_call_is_cancelled_when_the_event_comes_first() -> None:
             ended.set()
         return "answer"
 
-    waiting = asyncio.create_task(unless(event, call()))
+    waiting = asyncio.create_task(event.unless_set(call()))
     await began.wait()
     event.set()
     async with asyncio.timeout(LONG_S):
@@ -81,7 +81,7 @@ async def test_a_call_is_cancelled_with_its_caller() -> None:
         finally:
             ended.set()
 
-    waiting = asyncio.create_task(unless(asyncio.Event(), call()))
+    waiting = asyncio.create_task(Stop().unless_set(call()))
     await began.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -89,3 +89,22 @@ async def test_a_call_is_cancelled_with_its_caller() -> None:
     async with asyncio.timeout(LONG_S):
         await ended.wait()
     assert await none_is_left()
+
+
+async def test_a_call_is_not_begun_when_the_event_has_come_and_the_event_comes_once() -> None:
+    event = Stop()
+    event.set()
+    event.set()
+
+    async def call() -> None:
+        pytest.fail("it has begun")
+
+    await event.unless_set(call())
+
+
+async def test_a_timeout_of_the_call_s_own_is_its_error() -> None:
+    async def call() -> None:
+        raise TimeoutError("mine")
+
+    with pytest.raises(TimeoutError, match="mine"):
+        await Stop().unless_set(call())

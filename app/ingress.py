@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Counter
-from ray.util import get_node_ip_address
 
 from app.api import Gateway
 from configs.schema import BatonConfig
@@ -15,10 +14,12 @@ from deployments.cluster.request_context import RequestContext
 from deployments.engine.build import checkpoint
 from deployments.errors import Unavailable
 from deployments.host.garbage import starting
+from deployments.link.ingress_side import Links
 from deployments.manager.stand_in import StandIn
 from deployments.messages import Handoff
+from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
-from deployments.serve.ports import ServePool, ServePools, manager_client
+from deployments.serve.ports import Pools, manager_client
 
 if TYPE_CHECKING:
     from deployments.cluster.core import ClusterCore
@@ -34,7 +35,7 @@ class Ingress:
     def __init__(self, config: dict[str, Any], manager: DeploymentHandle, pools: dict[str, DeploymentHandle]) -> None:
         self._config = BatonConfig.model_validate(config)
         self._manager_handle = manager
-        self._pools = ServePools({name: ServePool(handle) for name, handle in pools.items()})
+        self._pools = Pools(pools)
         self._requests = Counter(
             "baton_requests",
             description="Requests by how they were placed, by the rule that kept them whole, and by HTTP status.",
@@ -56,10 +57,10 @@ class Ingress:
         block_size = self._config.block_size
         self._client = manager_client(self._manager_handle, self._config)
         self._manager = StandIn(self._client, self._config)
+        links = Links(self._pools.find, cluster_secret(self._config), placement.ingress_lease_s)
         core = ClusterCore(
             self._manager,
-            self._pools,
-            get_node_ip_address(),
+            links,
             placement.session_timeout_s,
             block_size,
             Limits(placement.max_attempts),

@@ -402,12 +402,11 @@ MANAGER_RETIRES = "manager_retires"
 
 @dataclass(frozen=True, slots=True)
 class SessionTask:
-    """One replica's part of a session, the argument of its `run` call.
+    """One replica's part of a session.
 
-    `request`: the frames of an encoded EngineCoreRequest. `reply_to`: the output address of the ingress; engine outputs
-    go there step by step, not through the call. `reservation`: what is reserved for it on this replica. `movable`: this
-    replica writes the end of the answer, and another one could go on with it. `hands_over`: the session moves away from
-    this replica, which only hands over its KV; it may be draining, and Serve may have taken it out.
+    `request`: the frames of an encoded EngineCoreRequest. `reservation`: what is reserved for it on this replica.
+    `movable`: this replica writes the end of the answer, and another one could go on with it. `hands_over`: the session
+    moves away from this replica, which only hands over its KV; it may be draining, and Serve may have taken it out.
     """
 
     session_id: str
@@ -415,11 +414,22 @@ class SessionTask:
     replica_id: str
     request_id: str
     request: tuple[bytes, ...]
-    reply_to: str
     timeout_s: float
     prompt_tokens: int
     reservation: Reservation = NOTHING
     movable: bool = False
+    hands_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Asks one replica where ingresses connect to it: the argument of its `address` call, which our router delivers.
+
+    `session_id`: the session that is to begin there. `hands_over`: as in `SessionTask`.
+    """
+
+    replica_id: str
+    session_id: str
     hands_over: bool = False
 
 

@@ -1,4 +1,4 @@
-"""One placement of a session: it asks for a place, calls the replicas, takes their outputs, and ends.
+"""One placement of a session: it asks for a place, begins its parts on the replicas, takes their outputs, and ends.
 
 What is legal when is in its state machine (`session.py`); the attempt carries out what the machine says.
 This file imports vllm.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from deployments.cluster.answer import Answer
 from deployments.cluster.batch import Batch
 from deployments.cluster.engine_request import FINISH, Remainder, part, pushed, session_request
 from deployments.cluster.notices import Notices
-from deployments.cluster.port import Pool
-from deployments.cluster.refusal import internal, refusal
+from deployments.cluster.port import Replicas
+from deployments.cluster.refusal import refusal
 from deployments.cluster.session import (
     Deliver,
     Effect,
@@ -35,7 +35,7 @@ from deployments.cluster.session import (
 from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import Timings
 from deployments.errors import HandoffFailed, ReplicaGone, ReplicaLost, SessionError
-from deployments.host.waits import set_within, unless
+from deployments.host.waits import Stop, set_within
 from deployments.manager import calls
 from deployments.manager.calls import Manager
 from deployments.messages import (
@@ -55,16 +55,15 @@ from deployments.policy.admission.retry_budget import RETRY_BUDGET
 class Means:
     """What all attempts of one core work with.
 
-    `reply_to`: the address that replicas send outputs to. `handoff`: how the engines move a split session's KV cache.
+    `handoff`: how the engines move a split session's KV cache.
     `block_size`: tokens per KV block. `running`: the attempts, by the request id that engines know them by.
     """
 
     manager: Manager
     notices: Notices
-    pools: Mapping[str, Pool]
+    replicas: Replicas
     tasks: OwnTasks
     batch: Batch
-    reply_to: str
     handoff: Handoff
     block_size: int
     timings: Timings
@@ -75,20 +74,21 @@ class Means:
 class Attempt:
     """`over`: set when the state machine is over. `heard_s`: when the last output came, by the monotonic clock.
 
-    `calls`: the tasks that run for it. `until_pulled`: the tasks that end when decode has the KV cache, where decode
-    pulls it. `notices`: what the session manager is being told of lost replicas.
+    `parts`: what ends each part that it has begun. `until_pulled`: the same, for what ends when decode has the KV
+    cache, where decode pulls it. `notices`: what the session manager is being told of lost replicas.
     """
 
     def __init__(self, answer: Answer, left: Remainder, means: Means) -> None:
         self._answer, self._left, self._means = answer, left, means
         self.session = Session(answer.session_id, means.handoff)
-        self.over = asyncio.Event()
+        self.over = Stop()
         self.placement: Placement | None = None
+        self._roles: dict[str, Role] = {}
         self.output_tokens = 0
         self.heard_s = time.monotonic()
         self._prefill_stats: PrefillStats | None = None
-        self._calls: list[asyncio.Task[None]] = []
-        self._until_pulled: list[asyncio.Task[None]] = []
+        self._parts: list[Callable[[], None]] = []
+        self._until_pulled: list[Callable[[], None]] = []
         self._notices: list[asyncio.Task[None]] = []
         means.running[left.request.request_id] = self
 
@@ -104,7 +104,7 @@ class Attempt:
     # ---- place
 
     async def run(self) -> None:
-        """See the attempt through: place it, call the replicas, and wait until it is over. Raises SessionError."""
+        """See the attempt through: place it, begin its parts, and wait until it is over. Raises SessionError."""
         if not self.over.is_set():
             await self._place()
         if self.placement is not None and not self.session.is_over:
@@ -118,20 +118,21 @@ class Attempt:
             self._left, self._answer.context, means.handoff, means.block_size, self._answer.session_id
         )
         give_up_s = time.monotonic() + timings.budget_wait_s
-        while isinstance(decision := await unless(self.over, means.manager.ask(calls.Open(request))), Reject):
+        while isinstance(decision := await self.over.unless_set(means.manager.ask(calls.Open(request))), Reject):
             if decision.code not in (RETRY_BUDGET, MANAGER_RETIRES) or time.monotonic() > give_up_s:
                 raise refusal(decision)
             await set_within(self.over, decision.retry_after_s or timings.pause_s)
         if decision is not None:
             self.placement = decision.placement
+            self._roles = {replica.replica_id: role for role, replica in self._replicas()}
             self._answer.note_placement(decision.placement.mode, request.rule)
 
-    # ---- call
+    # ---- begin
 
     def _begin(self, placement: Placement) -> None:
-        """Where decode pulls, call prefill alone: its output starts decode.
+        """Where decode pulls, begin on prefill alone: its output starts decode.
 
-        Otherwise call decode first, so that its blocks are offered as early as can be. No call waits for another.
+        Otherwise begin on decode first, so that its blocks are offered as early as can be. Nothing waits for another.
         """
         self._apply(self.session.placed(placement.mode))
         if placement.mode is Mode.DISAGGREGATED and self._means.handoff is Handoff.PULLED:
@@ -144,31 +145,14 @@ class Attempt:
             if replica is not None:
                 self._start(placement, role, pushed(placement, role, peer) if peer else None)
 
-    def _start(self, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> asyncio.Task[None]:
-        """Call one replica. `transfer`: what its KV connector is told; none where nothing is handed over."""
-        call = self._means.tasks.own(self._call(placement, role, transfer), f"{role}-call")
-        self._calls.append(call)
-        return call
-
-    async def _call(self, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
-        try:
-            await self._run_part(placement, role, transfer)
-        except Exception as error:
-            self.fail(internal(error))
-            raise
-
-    async def _run_part(self, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> None:
+    def _start(self, placement: Placement, role: Role, transfer: dict[str, Any] | None) -> Callable[[], None]:
+        """Begin one part. `transfer`: what its KV connector is told; none where nothing is handed over."""
         replica = placement.decode if role is Role.DECODE else placement.prefill
         assert replica is not None
-        try:
-            report = await self._means.pools[replica.pool].run(self._task(placement, replica, role, transfer))
-        except ReplicaLost as error:
-            notice = self._means.notices.replica_lost(replica.replica_id, isinstance(error, ReplicaGone))
-            self.replica_lost(role, str(error), notice)
-            return
-        self._apply(self.session.reported(role, report.outcome))
-        if role is self.session.owner:
-            await self._await_last_outputs()
+        task = self._task(placement, replica, role, transfer)
+        end = self._means.replicas.begin(replica, task, _Part(self, role, replica.replica_id))
+        self._parts.append(end)
+        return end
 
     def _task(
         self, placement: Placement, replica: ReplicaInfo, role: Role, transfer: dict[str, Any] | None
@@ -182,7 +166,6 @@ class Attempt:
             replica_id=replica.replica_id,
             request_id=request.request_id,
             request=tuple(bytes(frame) for frame in self._means.encoder.encode(request)),
-            reply_to=self._means.reply_to,
             timeout_s=placement.session_timeout_s,
             prompt_tokens=prompt_tokens,
             reservation=placement.reservation(replica.replica_id, prompt_tokens),
@@ -190,33 +173,32 @@ class Attempt:
             hands_over=role is Role.PREFILL and replica.replica_id == left.moved_from,
         )
 
-    async def _await_last_outputs(self) -> None:
-        """The call's answer and the last outputs travel apart."""
-        await set_within(self.over, self._means.timings.output_grace_s)
-        self._apply(self.session.lost(ReplicaLost("the last outputs did not arrive")))
-
     def _start_decode(self, prefilled: EngineCoreOutput) -> None:
         """Prefill holds the KV cache, and its output says where. Decode has `handoff_timeout_s` to begin."""
         assert self.placement is not None
         self._prefill_stats = prefilled.prefill_stats
         self._start(self.placement, Role.DECODE, prefilled.kv_transfer_params)
-        limit = self._means.tasks.own(self._limit_pull(self.placement.handoff_timeout_s), "pull-limit")
-        self._calls.append(limit)
-        self._until_pulled.append(limit)
+        timeout_s = self.placement.handoff_timeout_s
+        limit = asyncio.get_running_loop().call_later(timeout_s, self._pull_is_late, timeout_s)
+        self._parts.append(limit.cancel)
+        self._until_pulled.append(limit.cancel)
 
-    async def _limit_pull(self, timeout_s: float) -> None:
-        await asyncio.sleep(timeout_s)
+    def _pull_is_late(self, timeout_s: float) -> None:
         self._apply(self.session.lost(HandoffFailed(f"decode has not begun within {timeout_s:g} s of the prefill")))
 
     # ---- take
 
     def take(self, replica_id: str, output: EngineCoreOutput) -> None:
         """Take an engine's output. The caller flushes the batch when it has given all outputs of one message."""
-        role = next((role for role, replica in self._replicas() if replica.replica_id == replica_id), None)
+        role = self._roles.get(replica_id)
         if role is None:
             return
-        assert self.placement is not None
         self.heard_s = time.monotonic()
+        if output.finish_reason is None and self.session.goes_on(role):
+            self.output_tokens += len(output.new_token_ids)
+            self._answer.give(output, finish=False)
+            return
+        assert self.placement is not None
         if self._answer.sent and self.number > 1:
             output.prefill_stats = None  # its prompt holds tokens that the client was given as an answer
         elif role is Role.DECODE and self.placement.prefill is not None and output.prefill_stats is not None:
@@ -247,21 +229,25 @@ class Attempt:
     def fail(self, error: SessionError) -> None:
         self._apply(self.session.failed(error))
 
+    def part_ended(self, role: Role, outcome: str) -> None:
+        """A replica has ended its part. What it gave before that has been taken."""
+        self._apply(self.session.reported(role, outcome))
+
+    def part_lost(self, role: Role, replica_id: str, error: ReplicaLost) -> None:
+        """A replica cannot be reached, has gone or has failed."""
+        notice = self._means.notices.replica_lost(replica_id, isinstance(error, ReplicaGone))
+        self.replica_lost(role, str(error), notice)
+
     async def end(self) -> None:
         """End what is still open of a lost attempt, and release what was reserved for it."""
-        await self.end_calls()
+        self.end_parts()
         await asyncio.gather(*self._notices, return_exceptions=True)  # then nothing is placed on the lost replicas
         self.release()
 
-    async def let_calls_end(self) -> None:
-        """Calls that end by themselves cost less than calls that are cancelled."""
-        if self.session.owner_ended and self._calls:
-            await asyncio.wait(self._calls, timeout=self._means.timings.call_grace_s)
-
-    async def end_calls(self) -> None:
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+    def end_parts(self) -> None:
+        """End what is still open on replicas; idempotent."""
+        for end in self._parts:
+            end()
         self._means.running.pop(self._left.request.request_id, None)
 
     def release(self) -> asyncio.Task[None]:
@@ -292,9 +278,24 @@ class Attempt:
                 case StartDecode(output):
                     self._start_decode(output)
                 case EndPrefill():
-                    for task in self._until_pulled:
-                        task.cancel()
+                    for end in self._until_pulled:
+                        end()
                 case Fail(error):
                     self._answer.fail(error)
                 case Over():
                     self.over.set()
+
+
+class _Part:
+    """One part of an attempt, as `link.ingress_side` tells of it."""
+
+    __slots__ = ("_attempt", "_replica_id", "_role")
+
+    def __init__(self, attempt: Attempt, role: Role, replica_id: str) -> None:
+        self._attempt, self._role, self._replica_id = attempt, role, replica_id
+
+    def ended(self, outcome: str) -> None:
+        self._attempt.part_ended(self._role, outcome)
+
+    def lost(self, error: ReplicaLost) -> None:
+        self._attempt.part_lost(self._role, self._replica_id, error)

@@ -7,9 +7,8 @@ This file imports vllm.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from vllm.tasks import SupportedTask
@@ -23,7 +22,7 @@ from deployments.cluster.attempt import Means
 from deployments.cluster.batch import Batch
 from deployments.cluster.notices import Notices
 from deployments.cluster.open_session import OpenSession
-from deployments.cluster.port import Pool
+from deployments.cluster.port import Replicas
 from deployments.cluster.recovery import Limits, Recovery
 from deployments.cluster.silence import SilenceWatch
 from deployments.cluster.tasks import OwnTasks
@@ -31,13 +30,12 @@ from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.errors import SessionError
 from deployments.manager.calls import Manager
 from deployments.messages import Handoff
-from deployments.output_stream import OutputReceiver
 
 logger = logging.getLogger("baton.core")
 
 
 class ClusterCore(EngineCoreClient):
-    """Create it in a running event loop. `host`: the address replicas send outputs to.
+    """Create it in a running event loop. `replicas`: what sessions run on; it closes with the core.
 
     `session_timeout_s`: the longest life of one session. `block_size`: tokens per KV block, the same in all pools.
     `limits`: how often one session may be placed. `handoff`: how the engines of this application move a split session's
@@ -49,8 +47,7 @@ class ClusterCore(EngineCoreClient):
     def __init__(
         self,
         manager: Manager,
-        pools: Mapping[str, Pool],
-        host: str,
+        replicas: Replicas,
         session_timeout_s: float,
         block_size: int,
         limits: Limits,
@@ -59,13 +56,13 @@ class ClusterCore(EngineCoreClient):
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._session_timeout_s, self._limits, self._timings = session_timeout_s, limits, timings
-        self._receiver, self._decoder = OutputReceiver(host), MsgpackDecoder(EngineCoreOutputs)
+        self._replicas, self._decoder = replicas, MsgpackDecoder(EngineCoreOutputs)
         self._tasks, self._batch = OwnTasks(), Batch()
         self._refusal: SessionError | None = None
         self._open: dict[str, OpenSession] = {}
-        notices, reply_to = Notices(manager, self._tasks, timings), self._receiver.address
-        self._means = Means(manager, notices, pools, self._tasks, self._batch, reply_to, handoff, block_size, timings)
-        self._tasks.own(self._receive(), "outputs")
+        notices = Notices(manager, self._tasks, timings)
+        self._means = Means(manager, notices, replicas, self._tasks, self._batch, handoff, block_size, timings)
+        replicas.listen(self._take)
         self._tasks.own(SilenceWatch(self._means.running, notices, timings).run(), "watch")
 
     # ---- the seam
@@ -92,7 +89,7 @@ class ClusterCore(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         self._tasks.cancel()
-        self._receiver.close()
+        self._replicas.close()
 
     def end_all(self, error: SessionError) -> None:
         """Fail every open session: this process ends soon."""
@@ -119,26 +116,19 @@ class ClusterCore(EngineCoreClient):
         try:
             await session.serve()
         finally:
-            await asyncio.shield(self._tasks.own(self._close(request_id, session), f"close-{request_id}"))
-
-    async def _close(self, request_id: str, session: OpenSession) -> None:
-        """End what is still open of the session, then release what was reserved for it."""
-        await session.end_calls()
-        self._open.pop(request_id, None)
-        await session.release()
+            self._open.pop(request_id, None)
+            session.end()
 
     # ---- outputs
 
-    async def _receive(self) -> None:
-        """One message is one engine step of one replica; it stays one batch for the frontend."""
-        while True:
-            replica_id, frames = await self._receiver.receive()
-            try:
-                outputs = self._decoder.decode(frames).outputs
-            except Exception as error:  # noqa: BLE001 - it may be anything, and vLLM's hooks raise anything
-                logger.warning("dropped a message that is no engine output: %r", error)
-                continue
-            for output in outputs:
-                if attempt := self._means.running.get(output.request_id):
-                    attempt.take(replica_id, output)
-            self._batch.flush()
+    def _take(self, replica_id: str, frames: Sequence[bytes]) -> None:
+        """Take one engine step of one replica; it stays one batch for the frontend."""
+        try:
+            outputs = self._decoder.decode(frames).outputs
+        except Exception as error:  # noqa: BLE001 - it may be anything, and vLLM's hooks raise anything
+            logger.warning("dropped a message that is no engine output: %r", error)
+            return
+        for output in outputs:
+            if attempt := self._means.running.get(output.request_id):
+                attempt.take(replica_id, output)
+        self._batch.flush()

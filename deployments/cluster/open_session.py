@@ -86,15 +86,10 @@ class OpenSession:
         self.now = Attempt(self._answer, left, self._means)
         self._attempts.append(self.now)
 
-    async def end_calls(self) -> None:
-        """End what is still open of the session on replicas."""
+    def end(self) -> None:
+        """End what is still open of the session on replicas, and release what is still reserved for it."""
         self.now.session.interrupted()  # changes nothing unless this process shuts down in the middle of the session
-        await self.now.let_calls_end()
         for attempt in self._attempts:
-            await attempt.end_calls()
-
-    async def release(self) -> None:
-        """Release what is still reserved for the session."""
-        for attempt in self._attempts:
+            attempt.end_parts()
             if attempt.session.state is not State.CLOSED:
-                await attempt.release()
+                attempt.release()

@@ -116,7 +116,7 @@ class Session:
 
     `held`: decode outputs that wait for the first token. `outcome`: how the placement ended, "" before that. `error`:
     why it was lost. `owner_ended`: the replica that writes the end of the answer has said that it holds nothing of the
-    session any more. It may say so before the last outputs arrive.
+    session any more.
     """
 
     session_id: str
@@ -165,6 +165,10 @@ class Session:
             return self._before_first(role, output, finish)
         return self._go_on(output, finish)
 
+    def goes_on(self, role: Role) -> bool:
+        """Whether an output of this role, without a finish, is delivered and changes nothing else."""
+        return self.state is State.DECODING and role is self.owner
+
     def _before_first(self, role: Role, output: Any, finish: Finish | None) -> list[Effect]:
         if role is Role.DECODE:
             self.held.append((output, finish))
@@ -200,12 +204,15 @@ class Session:
         return effects if finish is None else effects + self._over(finish)
 
     def reported(self, role: Role, outcome: str) -> list[Effect]:
-        """A replica has ended its part. After `finished` its last outputs are here or on their way."""
+        """A replica has ended its part. After `finished` nothing more comes from it, so all that it gave is here."""
         self._check("reported")
+        was_heard = self._was_heard(role)
         self._note_end(role)
         if outcome == MOVED:
             return self.lost(Moved(f"the {role} replica gave the session up"), MOVED)
-        return [] if outcome == "finished" else self.replica_lost(role, outcome)
+        if outcome != "finished":
+            return self.replica_lost(role, outcome)
+        return [] if was_heard else self.lost(ReplicaLost(f"the {role} replica's last output did not arrive"))
 
     def replica_lost(self, role: Role, detail: str) -> list[Effect]:
         """A replica does not finish its part."""
@@ -259,6 +266,12 @@ class Session:
     def _is_unended(self) -> bool:
         """The client can still be told of an end."""
         return self.state is State.LOST or not self.is_over
+
+    def _was_heard(self, role: Role) -> bool:
+        """Whether a replica has given all that the session needs of it."""
+        if role is self.owner:
+            return self.owner_ended
+        return not self._split or self.state is not State.PREFILLING
 
     def _note_end(self, role: Role) -> None:
         if role is self.owner and self.state is not State.CLOSED:

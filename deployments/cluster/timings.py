@@ -9,8 +9,6 @@ from dataclasses import dataclass
 class Timings:
     """Every wait of the cluster core that the configuration does not set.
 
-    `output_grace_s`, `call_grace_s`: a part's last outputs and the answer to its call travel apart; the core waits so
-    long for the outputs after the answer, and for the answer after the outputs.
     `notice_timeout_s`: the longest time a notice to the session manager takes before it is given up.
     `quiet_s`: after so long without an output of a session, the core asks the manager about the session's replicas,
     every `watch_s`. A replica that the manager calls silent `silent_times` times in a row is lost. A living replica
@@ -21,8 +19,6 @@ class Timings:
     longer than `longest_pause_s`.
     """
 
-    output_grace_s: float = 5.0
-    call_grace_s: float = 1.0
     notice_timeout_s: float = 10.0
     quiet_s: float = 3.0
     watch_s: float = 1.0

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from deployments.engine.protocol import EngineError
+from deployments.link.replica_side import Ingress
 from deployments.messages import MOVED, Finished, Reservation, SessionTask
 
 FINISHED_KEPT = 64
@@ -18,11 +19,14 @@ FINISHED_KEPT = 64
 class Part:
     """One session's part on this replica.
 
+    `ingress`: what its outputs go to. `number`: what that ingress calls it.
     `done`: its outcome, or the error that ended it. `started`: it has had an output. `moves`: it goes to another
     replica as soon as it has had an output. `orphaned`: its ingress is gone.
     """
 
     task: SessionTask
+    ingress: Ingress
+    number: int
     done: asyncio.Future[str]
     output_tokens: int = 0
     started: bool = False
@@ -65,9 +69,9 @@ class Parts:
         self._ended: deque[Finished] = deque(maxlen=FINISHED_KEPT)
         self._told_version = 0
 
-    def begin(self, task: SessionTask) -> Part:
+    def begin(self, task: SessionTask, ingress: Ingress, number: int) -> Part:
         """Begin a part."""
-        part = self.open[task.request_id] = Part(task, asyncio.get_running_loop().create_future())
+        part = self.open[task.request_id] = Part(task, ingress, number, asyncio.get_running_loop().create_future())
         return part
 
     def end(self, part: Part) -> None:
@@ -93,10 +97,10 @@ class Parts:
         for part in self.open.values():
             part.fail(why)
 
-    def orphan(self, addresses: Collection[str]) -> None:
-        """End the parts of ingresses that are gone. `addresses`: the output addresses of those ingresses."""
-        for part in self.open.values() if addresses else ():
-            if part.task.reply_to in addresses:
+    def orphan(self, ingress: Ingress) -> None:
+        """End the parts of an ingress that is gone."""
+        for part in self.open.values():
+            if part.ingress is ingress:
                 part.orphan("the ingress is gone")
 
     def move_out(self, session_ids: Collection[str] | None = None) -> int:

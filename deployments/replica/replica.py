@@ -13,9 +13,9 @@ from typing import Any
 
 from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, Identity, Output, Step
+from deployments.link.replica_side import Ingress
 from deployments.manager.calls import Manager
 from deployments.messages import Phase, ReplicaInfo, SessionReport, SessionTask
-from deployments.output_stream import OutputSender
 from deployments.replica.lifecycle import Lifecycle
 from deployments.replica.parts import Part, Parts
 from deployments.replica.peers import Introductions
@@ -39,10 +39,9 @@ class Replica:
         timings: Timings = TIMINGS,
     ) -> None:
         self._identity, self._engine, self._timings = identity, engine, timings
-        self._sender = OutputSender(identity.replica_id, config.ingress_lease_s)
         self._parts, self._life, self._readings = Parts(), Lifecycle(), Readings(engine)
         self._peers = Introductions(engine, timings)
-        self._watch = Watch(engine, self._sender, self._parts, config, timings)
+        self._watch = Watch(engine, self._parts, config, timings)
         self._reporter = Reporter(
             identity, engine, manager, config, timings, self._parts, self._life, self._readings, self._peers
         )
@@ -55,7 +54,6 @@ class Replica:
         self._own(self._pump(), "pump")
         self._own(self._peers.meet_loop(), "meet")
         self._own(self._watch.hang_loop(), "watch")
-        self._own(self._watch.lease_loop(), "lease")
         self._reporter.tell()
         await self._life.while_held(self._timings.turn_timeout_s)
         self._enter(Phase.READY)
@@ -74,17 +72,20 @@ class Replica:
             self._reporter.tell(urgently=True)
             self._parts.fail(f"the replica failed: {error}")
 
-    async def run(self, task: SessionTask) -> SessionReport:
-        """Run one session's part; the call is open until the engine is done with it. Cancelling it aborts the request.
+    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> SessionReport:
+        """Run one session's part, until the engine is done with it. Cancelling this aborts the request.
 
-        Raises EngineError when the engine dies. Outputs go to `task.reply_to`, step by step.
+        `ingress`: gets the outputs, step by step. `number`: what it calls the part. Raises EngineError when the engine
+        dies or the ingress is gone.
         """
         self._life.refuse_if_failed()
         if not self._life.serves:
             raise EngineError(f"the replica is not ready: {self._life.phase}")
+        if task.replica_id != self._identity.replica_id:  # its address was that of another one before
+            raise EngineError(f"this is {self._identity.replica_id}, and not {task.replica_id}")
         if not self._parts.open:
             self._watch.progressed()
-        part = self._parts.begin(task)
+        part = self._parts.begin(task, ingress, number)
         self._reporter.tell()
         outcome = ""
         try:
@@ -101,11 +102,12 @@ class Replica:
         return SessionReport(task.session_id, self._identity.replica_id, outcome, part.output_tokens)
 
     async def _outcome(self, part: Part) -> str:
-        if await self._sender.connect(part.task.reply_to):
-            await self._engine.add(part.task.request)
-        else:
-            part.orphan("the ingress cannot be reached")
+        await self._engine.add(part.task.request)
         return await part.done
+
+    def orphan(self, ingress: Ingress) -> None:
+        """End the parts of an ingress that is gone."""
+        self._parts.orphan(ingress)
 
     def move_out(self, session_ids: Collection[str] | None = None) -> int:
         """Let these sessions go to other replicas; None means all. Returns the number that can and will move.
@@ -124,19 +126,19 @@ class Replica:
     def _take(self, step: Step) -> None:
         self._watch.progressed()
         self._readings.take(step)
-        by_ingress: dict[str, list[Output]] = {}
+        by_ingress: dict[Ingress, list[tuple[Part, Output]]] = {}
         for output in step.outputs:
             part = self._parts.open.get(output.request_id)
             if part is not None and not part.done.done():  # a part that is over sends nothing more
-                by_ingress.setdefault(part.task.reply_to, []).append(output)
-        for address, outputs in by_ingress.items():
-            is_sent = self._sender.send(address, self._engine.encode([output.payload for output in outputs]))
-            for output in outputs:
-                self._settle(output, is_sent)
+                by_ingress.setdefault(part.ingress, []).append((part, output))
+        for ingress, pairs in by_ingress.items():
+            finished = [part.number for part, output in pairs if output.finished]
+            is_sent = ingress.give(self._engine.encode([output.payload for _, output in pairs]), finished)
+            for part, output in pairs:
+                self._settle(part, output, is_sent)
         self._reporter.tell()
 
-    def _settle(self, output: Output, is_sent: bool) -> None:
-        part = self._parts.open[output.request_id]
+    def _settle(self, part: Part, output: Output, is_sent: bool) -> None:
         part.output_tokens += output.new_tokens
         part.started = True
         if part.done.done():
@@ -161,6 +163,11 @@ class Replica:
         """Sessions that have a part here now."""
         return len(self._parts.open)
 
+    @property
+    def ended_runs(self) -> int:
+        """Parts of sessions that have ended here, however they did."""
+        return self._parts.ended_version
+
     def begin_drain(self) -> None:
         """Tell the manager to place nothing here any more. What is here, or on its way here, is served."""
         self._enter(Phase.DRAINING)
@@ -180,7 +187,6 @@ class Replica:
                 task.cancel()
             _, tasks = await asyncio.wait(tasks, timeout=self._timings.cancel_again_s)
         await self._engine.shutdown()
-        self._sender.close()
 
 
 def _info(identity: Identity, engine: EngineInfo) -> ReplicaInfo:

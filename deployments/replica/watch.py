@@ -1,4 +1,4 @@
-"""Finds what would otherwise hang: an engine that makes no progress, and sessions whose ingress is gone."""
+"""Finds an engine that would otherwise hang: it has sessions, and makes no progress."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import time
 
 from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError
-from deployments.output_stream import OutputSender
 from deployments.replica.parts import Parts
 from deployments.replica.timings import Timings
 
 
 class Watch:
-    """Two loops, which the replica runs as tasks."""
+    """A loop, which the replica runs as a task."""
 
-    def __init__(
-        self, engine: Engine, sender: OutputSender, parts: Parts, config: PlacementConfig, timings: Timings
-    ) -> None:
-        self._engine, self._sender, self._parts = engine, sender, parts
-        self._config, self._timings = config, timings
+    def __init__(self, engine: Engine, parts: Parts, config: PlacementConfig, timings: Timings) -> None:
+        self._engine, self._parts, self._config, self._timings = engine, parts, config, timings
         self._progressed_s = time.monotonic()
 
     def progressed(self) -> None:
@@ -43,9 +39,3 @@ class Watch:
                 self.progressed()
             if time.monotonic() - self._progressed_s > limit_s:
                 raise EngineError(f"the engine has not moved for {limit_s:g} s")
-
-    async def lease_loop(self) -> None:
-        """End the parts of an ingress that is gone. Serve does not cancel a call when the caller's process dies."""
-        while True:
-            await asyncio.sleep(min(self._timings.heartbeat_s, self._config.ingress_lease_s / 4))
-            self._parts.orphan(self._sender.drop_gone())

@@ -1,4 +1,4 @@
-"""The ports of the cluster core and the replicas to other deployments, through their Serve handles."""
+"""How ingresses and replicas find other processes of the application, through Serve handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from configs.schema import BatonConfig
 from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost, Unavailable
 from deployments.manager.client import ManagerClient
-from deployments.messages import SessionReport, SessionTask
+from deployments.messages import Locate, ReplicaInfo, SessionTask
 from deployments.serve.cluster_secret import cluster_secret
 
 _GONE = (ray.exceptions.RayError, RayServeException, grpc.RpcError, EngineError, OSError)
@@ -31,28 +31,23 @@ async def _ask(handle: DeploymentHandle, method: str, *args: Any) -> Any:
         raise
 
 
-class ServePool:
-    """A pool deployment whose router delivers a task to the replica it names."""
+class Pools(dict[str, DeploymentHandle]):
+    """The pools' handles by name. An update may add a pool that an older ingress does not know; its handle is then made
+    here.
+    """
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+    def __missing__(self, name: str) -> DeploymentHandle:
+        application = serve.get_replica_context().app_name
+        handle = self[name] = serve.get_deployment_handle(name, application)
+        return handle
 
-    async def run(self, task: SessionTask) -> SessionReport:
-        """Run one session's part on the replica that the task names. Raises ReplicaLost."""
+    async def find(self, replica: ReplicaInfo, task: SessionTask) -> str:
+        """Where a replica listens to ingresses, `host:port`. Raises ReplicaLost."""
+        asked = Locate(replica.replica_id, task.session_id, task.hands_over)
         try:
-            report: SessionReport = await _ask(self._handle, "run", task)
+            return str(await _ask(self[replica.pool], "address", asked))
         except _GONE as error:
             raise ReplicaLost(_why(error)) from error
-        return report
-
-
-class ServePools(dict[str, ServePool]):
-    """The pools by name. An update may add a pool that an older ingress does not know; its handle is then made here."""
-
-    def __missing__(self, name: str) -> ServePool:
-        application = serve.get_replica_context().app_name
-        pool = self[name] = ServePool(serve.get_deployment_handle(name, application))
-        return pool
 
 
 def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClient:

@@ -15,12 +15,15 @@ from configs.schema import BatonConfig, role_of
 from deployments.engine.build import build_engine
 from deployments.engine.protocol import EngineError, Identity
 from deployments.host.garbage import starting
-from deployments.messages import Role, SessionReport, SessionTask
+from deployments.link.replica_side import LinkServer
+from deployments.messages import Locate, Role
 from deployments.replica.drain import drain
 from deployments.replica.replica import Replica
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
+from deployments.serve.metrics import publish
 from deployments.serve.ports import manager_client
+from deployments.serve.scaling import SESSIONS
 
 logger = logging.getLogger("baton.replica")
 
@@ -29,6 +32,7 @@ class ServeReplica:
     """A replica of one pool. Serve shows the deployment as starting until the engine is loaded."""
 
     _drained: asyncio.Task[None] | None = None
+    _published: asyncio.Task[None] | None = None
 
     async def __init__(self, config: dict[str, Any], pool: str, manager: DeploymentHandle) -> None:  # type: ignore[misc]
         baton = BatonConfig.model_validate(config)
@@ -41,11 +45,15 @@ class ServeReplica:
             strict=baton.pools[pool].strict,
         )
         with starting():
-            engine = build_engine(baton, identity, cluster_secret(baton))
+            secret = cluster_secret(baton)
+            engine = build_engine(baton, identity, secret)
             self._manager = manager_client(manager, baton)
             self._replica = Replica(identity, engine, self._manager, baton.placement)
+            self._links = LinkServer(self._replica, secret, baton.placement.ingress_lease_s)
+            await self._links.start(identity.host)
             await self._replica.start()
         self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
+        self._published = asyncio.create_task(publish(self._replica), name="baton-metrics")
 
     async def _drain(self, timeout_s: float) -> None:
         """Drain, then end what is still open while Serve waits for it: so it fails at once, and is not cut off."""
@@ -55,11 +63,15 @@ class ServeReplica:
             await drain(self._replica, timeout_s, is_application_leaving)
         except EngineError as error:
             logger.warning("there is nothing to wait for: %s", error)
-        await self._replica.stop()
+        await self._stop()
 
-    async def run(self, task: SessionTask) -> SessionReport:
-        """One session's part; see `Replica.run`."""
-        return await self._replica.run(task)
+    async def _stop(self) -> None:
+        await self._replica.stop()
+        self._links.close()
+
+    async def address(self, asked: Locate) -> str:
+        """Where ingresses connect to this replica, to run sessions on it."""
+        return self._links.address
 
     async def move_out(self, session_ids: tuple[str, ...] | None = None) -> int:
         """Let sessions move to other replicas; see `Replica.move_out`."""
@@ -68,6 +80,10 @@ class ServeReplica:
     async def counters(self) -> dict[str, float]:
         """The engine's and the KV channel's counters."""
         return await self._replica.counters()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this where the pool scales by itself. It does not see sessions, so they are told."""
+        return {SESSIONS: self._replica.open_runs}
 
     def check_health(self) -> None:
         """Serve calls this. When it raises, Serve replaces the replica."""
@@ -78,5 +94,7 @@ class ServeReplica:
         if self._drained is not None:
             await self._drained
         else:
-            await self._replica.stop()
+            await self._stop()
+        if self._published is not None:
+            self._published.cancel()
         self._manager.shutdown()

@@ -1,8 +1,8 @@
-"""The Serve request router: it delivers a call to the replica that its placement names, or fails the call.
+"""The Serve request router: it delivers a call to the replica that the call names, or fails the call.
 
 Serve's own routing loop finds *a* replica for *some* waiting request. It matches the two by a request id that
 all calls made within one HTTP request share. It retries on other replicas, and it waits for ever while a
-deployment has no replica. A placed call needs one replica, one try and an end. So, like Serve's own
+deployment has no replica. A call that names its replica needs that replica, one try and an end. So, like Serve's own
 `ray.serve.experimental.capacity_queue_router`, this router answers in the caller's coroutine, and leaves the
 loop to calls without a placement.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deployments.errors import ReplicaGone, ReplicaLost
-from deployments.messages import SessionTask
+from deployments.messages import Locate
 
 APPEAR_S = 5.0
 """The longest time that a call waits for a new replica. A new replica may reach the session manager before Serve's
@@ -25,12 +25,12 @@ GONE_KEPT = 64
 
 
 class PlacedRouter(RequestRouter):
-    """Routes a call whose first positional argument is a SessionTask to `task.replica_id`. Other calls go anywhere.
+    """Routes a call whose first positional argument is a Locate to its `replica_id`. Other calls go anywhere.
 
-    A replica that Serve has taken out runs until its calls are over. It gets only calls that hand over a session that
-    leaves it (`task.hands_over`).
+    A replica that Serve has taken out runs until its sessions are over. It is found only for a session that leaves it
+    and that it hands over (`hands_over`).
 
-    A placed call fails at once with ReplicaLost when its replica has refused it or has died during it, and with
+    A named call fails at once with ReplicaLost when its replica has refused it or has died during it, and with
     ReplicaGone when Serve has taken the replica out. It fails with ReplicaLost after `appear_s` (a request router
     argument) when Serve has never known the replica.
     """
@@ -71,26 +71,26 @@ class PlacedRouter(RequestRouter):
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         """Serve calls this for the replica of one call, and again (`is_retry`) when that replica did not take it."""
-        task = pending_request.args[0] if pending_request.args else None
-        if not isinstance(task, SessionTask):
+        asked = pending_request.args[0] if pending_request.args else None
+        if not isinstance(asked, Locate):
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         if is_retry:
-            raise ReplicaLost(f"replica {task.replica_id} refused session {task.session_id} or died under it")
-        return await self._named(task)
+            raise ReplicaLost(f"replica {asked.replica_id} refused session {asked.session_id} or died under it")
+        return await self._named(asked)
 
-    async def _named(self, task: SessionTask) -> RunningReplica:
-        replica_id = ReplicaID(unique_id=task.replica_id, deployment_id=self._deployment_id)
+    async def _named(self, asked: Locate) -> RunningReplica:
+        replica_id = ReplicaID(unique_id=asked.replica_id, deployment_id=self._deployment_id)
         try:
             async with asyncio.timeout(self._appear_s):
                 while (replica := self.curr_replicas.get(replica_id)) is None:
-                    if task.hands_over and (leaving := self._gone.get(replica_id)) is not None:
+                    if asked.hands_over and (leaving := self._gone.get(replica_id)) is not None:
                         return leaving
                     if replica_id in self._seen:
-                        raise ReplicaGone(f"replica {task.replica_id} of session {task.session_id} is gone")
+                        raise ReplicaGone(f"replica {asked.replica_id} of session {asked.session_id} is gone")
                     await self._changed.wait()
         except TimeoutError:
             raise ReplicaLost(
-                f"Serve knows no replica {task.replica_id} of {self._deployment_id.name}, "
-                f"where session {task.session_id} was placed"
+                f"Serve knows no replica {asked.replica_id} of {self._deployment_id.name}, "
+                f"where session {asked.session_id} was placed"
             ) from None
         return replica

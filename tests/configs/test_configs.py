@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 
 from app.launch.config import LaunchError, load_config, model_of, with_surge
 from app.main import NO_LIMIT, build
-from configs.schema import BatonConfig, Section, role_of
+from configs.schema import BatonConfig, IngressConfig, Section, role_of
 from deployments.engine.build import environment
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -290,7 +291,20 @@ def test_the_graph(path: Path) -> None:
     assert application._bound_deployment.name == "ingress"
     assert set(found) == {"ingress", "session-manager", *config.pools}
     assert found["session-manager"].num_replicas == 1, "the ledger has one owner"
-    assert found["ingress"].num_replicas == config.ingress.replicas
+    assert found["ingress"].num_replicas == config.ingress.count(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("cores", "ingresses"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 2), (23, 2), (24, 3), (64, 8), (512, 8)]
+)
+def test_a_machine_with_cores_to_spare_has_more_ingresses(
+    cores: int, ingresses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    ingress = deployments(build(BatonConfig.model_validate(vllm_arguments())))["ingress"]
+    assert ingress.num_replicas == ingresses
+    assert BatonConfig.model_validate(ingress.init_args[0]).ingress.replicas == ingresses, "each knows of the others"
+    assert IngressConfig(replicas=5).count(cores) == 5
 
 
 @each_config
@@ -311,6 +325,7 @@ def test_each_pool_takes_what_its_section_says(path: Path) -> None:
             assert found[name].num_replicas == (pool.replicas or 1)
         else:
             assert {key: getattr(scaling, key) for key in pool.autoscaling} == pool.autoscaling
+            assert scaling.policy.policy_function == "deployments.serve.scaling:by_sessions"
 
 
 @each_config

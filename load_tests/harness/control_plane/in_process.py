@@ -25,7 +25,7 @@ from load_tests.harness.control_plane.books import held_by_replicas, open_sessio
 from load_tests.harness.control_plane.fleet import PATIENCE_S, REPLICAS, WAIT_S, until
 from load_tests.harness.control_plane.gates import GatedEngine, GatedPlane
 from load_tests.harness.control_plane.ingress import Answer, Ingress
-from load_tests.harness.control_plane.ports import ManagerPort, Pool
+from load_tests.harness.control_plane.ports import Fleet, ManagerPort
 
 
 class InProcess:
@@ -45,7 +45,8 @@ class InProcess:
         self.engines: dict[str, GatedEngine] = {}
         self.planes: dict[str, GatedPlane] = {}
         self.replicas: dict[str, Replica] = {}
-        self.pools = {pool: Pool(self.replicas) for pool in config.pools}
+        self.fleet = Fleet(tuple(config.pools), config.placement.ingress_lease_s)
+        self.pools = self.fleet.pools
         self.points = Points()
         for each in self.pools.values():
             each.on_point = self.points.reached
@@ -58,7 +59,7 @@ class InProcess:
             self._config,
             self._timings,
             self._limits,
-            self.pools,
+            self.fleet,
             self.manager_port,
             self.answers,
             self._manager_timings,
@@ -78,6 +79,7 @@ class InProcess:
         """Start replicas, and wait until the session manager knows that they are ready."""
         for replica_id in replica_ids:
             self._build(replica_id)
+            await self.fleet.join(replica_id, self.replicas[replica_id])
         await asyncio.gather(*(self.replicas[replica_id].start() for replica_id in replica_ids))
         await until(lambda: self._are_ready(replica_ids))
 
@@ -131,8 +133,8 @@ class InProcess:
     async def close(self) -> None:
         """End everything, the ingress first."""
         self._ingress.shutdown()
-        for replica in self.replicas.values():
-            await asyncio.wait_for(replica.stop(), WAIT_S)
+        for replica_id in tuple(self.replicas):
+            await self.bury(replica_id)
         await self._ingress.close()
 
     async def ask(self, prompt: Sequence[int], **sampling: Any) -> Answer:
@@ -205,6 +207,7 @@ class InProcess:
     async def bury(self, replica_id: str) -> None:
         """Stop what is left of a replica, and remove it."""
         await asyncio.wait_for(self.replicas.pop(replica_id).stop(), WAIT_S)
+        self.fleet.leave(replica_id)
         del self.engines[replica_id], self.planes[replica_id]
 
     async def closed(self) -> None:

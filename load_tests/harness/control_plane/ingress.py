@@ -22,7 +22,7 @@ from deployments.manager.stand_in import StandIn
 from deployments.manager.timings import Timings as ManagerTimings
 from deployments.messages import Handoff
 from load_tests.harness.control_plane.fleet import PATIENCE_S
-from load_tests.harness.control_plane.ports import Line, ManagerLine, ManagerPort, Pool
+from load_tests.harness.control_plane.ports import Fleet, ManagerLine, ManagerPort, Watched
 
 
 @dataclass
@@ -82,14 +82,14 @@ class Answer:
 
 
 class Ingress:
-    """A cluster core whose calls to the pools and the manager can be cut. `answers` fills as outputs arrive."""
+    """A cluster core whose calls to the manager can be cut. `answers` fills as outputs arrive."""
 
     def __init__(
         self,
         config: BatonConfig,
         timings: Timings,
         limits: Limits,
-        pools: Mapping[str, Pool],
+        fleet: Fleet,
         manager: ManagerPort,
         answers: Mapping[str, Answer],
         manager_timings: ManagerTimings,
@@ -97,12 +97,10 @@ class Ingress:
         handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
         timeout_s, block_size = config.placement.session_timeout_s, config.block_size
         self._answers = answers
-        self._lines = {name: Line(pool) for name, pool in pools.items()}
         self._manager_line = ManagerLine(manager)
         self.stand_in = StandIn(self._manager_line, config, manager_timings)
-        self.core = ClusterCore(
-            self.stand_in, self._lines, "127.0.0.1", timeout_s, block_size, limits, handoff, timings
-        )
+        links = Watched(fleet, config.placement.ingress_lease_s)
+        self.core = ClusterCore(self.stand_in, links, timeout_s, block_size, limits, handoff, timings)
         self._reader = asyncio.create_task(self._read())
 
     def shutdown(self) -> None:
@@ -111,10 +109,8 @@ class Ingress:
         self.stand_in.shutdown()
 
     def kill(self) -> None:
-        """The process dies: it sends nothing any more, and its open calls continue on the replicas."""
+        """The process dies: it tells the manager nothing any more, and its connections break."""
         self._manager_line.is_cut = True
-        for line in self._lines.values():
-            line.is_cut = True
         self.shutdown()
         self._reader.cancel()
 

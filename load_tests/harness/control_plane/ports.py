@@ -1,24 +1,26 @@
-"""Direct ports that replace Serve handles and connections to the manager.
+"""Ports that replace Serve handles and connections to the manager.
 
-Messages are encoded, as they are between processes. When a call is cancelled, the call on the replica is cancelled too,
-and nothing waits for its end, as in Serve.
+Messages to the manager are encoded, as they are between processes. The links between an ingress and the replicas are
+real ones, over loopback; what Serve does for them, a `Fleet` does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from deployments.engine.protocol import EngineError
 from deployments.errors import ReplicaLost, Unavailable
+from deployments.link.ingress_side import Links, Part, Take
+from deployments.link.replica_side import LinkServer
 from deployments.manager import wire
 from deployments.manager.calls import A, Call
 from deployments.manager.manager import SessionManager
-from deployments.messages import SessionReport, SessionTask
+from deployments.messages import ReplicaInfo, SessionTask
 from deployments.replica.replica import Replica
+from deployments.sealed_connection import packed
+
+SECRET = "a secret of the tests"
 
 
 class ManagerPort:
@@ -46,7 +48,7 @@ class ManagerPort:
     async def ask(self, call: Call[A]) -> A:
         """The manager's answer to a call. Raises Unavailable when the manager dies before it answers."""
         await self._born.wait()
-        asked = asyncio.ensure_future(self._manager.ask(wire.call_of(wire.packed_call(call))))
+        asked = asyncio.ensure_future(self._manager.ask(wire.call_of(packed(call))))
         dead = asyncio.ensure_future(self._dead.wait())
         try:
             await asyncio.wait({asked, dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -58,36 +60,97 @@ class ManagerPort:
             dead.cancel()
 
 
+@dataclass
 class Pool:
-    """A pool's port. `error`: every call raises it. `reply_to`: outputs go to this address instead."""
+    """What tests see of a pool, and what they do to it.
 
-    def __init__(self, replicas: dict[str, Replica]) -> None:
-        self._replicas = replicas
-        self.tasks: list[SessionTask] = []
-        self.error: Exception | None = None
-        self.reply_to: str | None = None
-        self.on_point: Callable[[str, str], None] = lambda point, replica_id: None
+    `tasks`: the parts that were begun. `error`: every part that begins is lost by it, or, if it is no ReplicaLost,
+    cannot begin. `swallows`: parts that begin never reach their replica. `loses_outputs`: its outputs do not arrive.
+    `held`: while this is a list, its outputs are kept there.
+    """
 
-    async def run(self, task: SessionTask) -> SessionReport:
-        task = pickle.loads(pickle.dumps(task))
-        self.tasks.append(task)
-        self.on_point("placed", task.replica_id)
-        if self.error is not None:
-            raise self.error
-        if self.reply_to is not None:
-            task = replace(task, reply_to=self.reply_to)
-        if task.replica_id not in self._replicas:
-            raise ReplicaLost(f"there is no {task.replica_id}")
-        call = asyncio.create_task(self._replicas[task.replica_id].run(task))
-        try:
-            report: SessionReport = pickle.loads(pickle.dumps(await asyncio.shield(call)))
-        except EngineError as error:
-            raise ReplicaLost(str(error)) from error
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        self.on_point("closing", task.replica_id)
-        return report
+    tasks: list[SessionTask] = field(default_factory=list)
+    error: Exception | None = None
+    loses_outputs: bool = False
+    swallows: bool = False
+    held: list[tuple[str, Sequence[bytes]]] | None = None
+    on_point: Callable[[str, str], None] = lambda point, replica_id: None
+
+
+class Fleet:
+    """The replicas, and the pools that they are of. It says where a replica listens, as Serve does."""
+
+    def __init__(self, pools: Sequence[str], lease_s: float) -> None:
+        self.pools = {name: Pool() for name in pools}
+        self._lease_s = lease_s
+        self._servers: dict[str, LinkServer] = {}
+
+    async def join(self, replica_id: str, replica: Replica) -> None:
+        """A replica is there."""
+        server = self._servers[replica_id] = LinkServer(replica, SECRET, self._lease_s)
+        await server.start("127.0.0.1")
+
+    def leave(self, replica_id: str) -> None:
+        """A replica has stopped."""
+        self._servers.pop(replica_id).close()
+
+    async def find(self, replica: ReplicaInfo, task: SessionTask) -> str:
+        """Where a replica listens. Raises ReplicaLost."""
+        if (server := self._servers.get(replica.replica_id)) is None:
+            raise ReplicaLost(f"there is no {replica.replica_id}")
+        return server.address
+
+
+class Watched:
+    """The links of one ingress, watched and disturbed as its pools say."""
+
+    def __init__(self, fleet: Fleet, lease_s: float) -> None:
+        self._fleet, self._links = fleet, Links(lambda *asked: fleet.find(*asked), SECRET, lease_s)
+        self._take: Take = lambda replica_id, frames: None
+
+    def listen(self, take: Take) -> None:
+        self._take = take
+        self._links.listen(self._pass_on)
+
+    def begin(self, replica: ReplicaInfo, task: SessionTask, part: Part) -> Callable[[], None]:
+        pool = self._fleet.pools[replica.pool]
+        pool.tasks.append(task)
+        pool.on_point("placed", replica.replica_id)
+        if isinstance(pool.error, ReplicaLost):
+            asyncio.get_running_loop().call_soon(part.lost, pool.error)
+            return lambda: None
+        if pool.error is not None:
+            raise pool.error
+        if pool.swallows:
+            return lambda: None
+        return self._links.begin(replica, task, _Told(part, pool, replica.replica_id))
+
+    def _pass_on(self, replica_id: str, frames: Sequence[bytes]) -> None:
+        pool = self._fleet.pools[replica_id.rpartition("-")[0]]
+        if pool.held is not None:
+            pool.held.append((replica_id, frames))
+        elif not pool.loses_outputs:
+            self._take(replica_id, frames)
+
+    def close(self) -> None:
+        self._links.close()
+
+
+@dataclass
+class _Told:
+    """Passes on what is told of a part."""
+
+    part: Part
+    pool: Pool
+    replica_id: str
+
+    def ended(self, outcome: str) -> None:
+        self.pool.on_point("closing", self.replica_id)
+        if self.pool.held is None or outcome != "finished":
+            self.part.ended(outcome)
+
+    def lost(self, error: ReplicaLost) -> None:
+        self.part.lost(error)
 
 
 class ManagerLine:
@@ -101,25 +164,3 @@ class ManagerLine:
         if self.is_cut:
             raise Unavailable("its ingress has died")
         return await self._port.ask(call)
-
-
-class Line:
-    """The calls of one ingress to a pool. After it is cut, because the ingress died, its open calls continue."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool, self.is_cut = pool, False
-
-    async def run(self, task: SessionTask) -> SessionReport:
-        call = asyncio.create_task(self._pool.run(task))
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            if not self.is_cut:
-                call.cancel()
-            call.add_done_callback(_ignore)
-            raise
-
-
-def _ignore(call: asyncio.Task[Any]) -> None:
-    if not call.cancelled():
-        call.exception()

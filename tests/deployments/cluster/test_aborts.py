@@ -10,7 +10,7 @@ import pytest
 
 from deployments.cluster import request_context
 from deployments.manager.calls import Close, Open, PrefillDone, Report, Status, View
-from deployments.messages import SessionTask
+from deployments.messages import ReplicaInfo, SessionTask
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, InProcess, config
 from tests.deployments.cluster.asking import ONE_SEAT, Launch, prompt
 
@@ -53,9 +53,13 @@ async def test_a_session_makes_no_call_in_its_request_s_context(
 
         monkeypatch.setattr(owner, method, listening)
 
+    async def finding(replica: ReplicaInfo, task: SessionTask) -> str:
+        heard[type(task)] = request_context.current.get()
+        return await find(replica, task)
+
     listen(cluster.manager, "ask")
-    for pool in cluster.pools.values():
-        listen(pool, "run")
+    find = cluster.fleet.find
+    monkeypatch.setattr(cluster.fleet, "find", finding)
     await cluster.answer(prompt(8), max_tokens=5)
     await cluster.settle()
     assert heard == dict.fromkeys((Open, SessionTask, PrefillDone, Close))

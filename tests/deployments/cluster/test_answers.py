@@ -5,17 +5,15 @@ The mock's tokens are read from the KV in its blocks, so an answer that is equal
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import zmq
-import zmq.asyncio
 from vllm.sampling_params import StructuredOutputsParams
 
 from deployments.manager.calls import Status
 from deployments.messages import Mode
-from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, InProcess, config, until
+from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, InProcess, config, until
 from tests.deployments.cluster.asking import LENGTH, STOP, Launch, prompt
 
 
@@ -87,13 +85,12 @@ async def test_min_tokens_counts_the_first_token(cluster: InProcess, place: int,
 
 
 async def test_decode_that_answers_before_prefill_is_heard_is_held_back(cluster: InProcess) -> None:
-    """Prefill's outputs go through a relay that is slower than the whole answer."""
-    relay = zmq.asyncio.Context()
-    inbox = relay.socket(zmq.PULL)
-    cluster.pools["prefill"].reply_to = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}"
+    """Prefill's outputs are slower than the whole answer."""
+    prefill = cluster.pools["prefill"]
+    held: list[tuple[str, Sequence[bytes]]] = []
+    prefill.held = held
     asked = prompt(10)
     answer = await cluster.ask(asked, max_tokens=5)
-    late = await asyncio.wait_for(inbox.recv_multipart(), WAIT_S)
 
     async def decode_is_done() -> bool:
         counters = await cluster.replicas[SMALL].counters(), await cluster.replicas[LARGE].counters()
@@ -101,14 +98,12 @@ async def test_decode_that_answers_before_prefill_is_heard_is_held_back(cluster:
 
     await until(decode_is_done)
     assert not answer.outputs
-    out = relay.socket(zmq.PUSH)
-    out.connect(cluster.pools["prefill"].tasks[0].reply_to)
-    out.send_multipart(late)
+    prefill.held = None
+    ((replica_id, frames),) = held
+    cluster.core._take(replica_id, frames)
     await answer.over()
     assert len(answer.tokens) == 5
-    cluster.pools["prefill"].reply_to = None
     assert answer.tokens == await cluster.local(asked, max_tokens=5)
-    relay.destroy(0)
     await cluster.settle()
 
 

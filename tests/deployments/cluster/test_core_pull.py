@@ -1,12 +1,12 @@
 """A session whose KV cache decode pulls, in the cluster core: the calls, their order and contents, and what ends them.
 
-The replicas are doubles that are told what to answer; what they answer travels as engine outputs do.
+The replicas are doubles that are told what to answer; what they answer is encoded as engine outputs are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import HandoffFailed, ReplicaLost
+from deployments.link.ingress_side import Part, Take
 from deployments.manager.calls import Call, Close, Lost, Open, PrefillDone, Silent, Withdraw
 from deployments.messages import (
     Admit,
@@ -28,11 +29,9 @@ from deployments.messages import (
     Placement,
     ReplicaInfo,
     Role,
-    SessionReport,
     SessionRequest,
     SessionTask,
 )
-from deployments.output_stream import OutputSender
 
 WAIT_S = 60.0
 PROMPT = [5, 6, 7]
@@ -47,45 +46,60 @@ P, D = (
 
 @dataclass
 class Replica:
-    """A pool of one replica. `called` holds the request of each call that is open; ending it clears `called`."""
+    """One replica. `called`: it has begun a part, `requests[-1]`. `ended`: that part was cancelled, or is over."""
 
     info: ReplicaInfo
-    sender: OutputSender = field(init=False)
     requests: list[EngineCoreRequest] = field(default_factory=list)
     called: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
     task: SessionTask | None = None
+    part: Part | None = None
+    take: Take = lambda replica_id, frames: None
 
-    def __post_init__(self) -> None:
-        self.sender = OutputSender(self.info.replica_id, WAIT_S)
-
-    async def run(self, task: SessionTask) -> SessionReport:
+    def begin(self, task: SessionTask, part: Part) -> None:
         assert task.replica_id == self.info.replica_id
-        assert await self.sender.connect(task.reply_to)
-        self.task = task
+        self.task, self.part = task, part
         self.requests.append(MsgpackDecoder(EngineCoreRequest).decode(list(task.request)))
-        self.finished.clear()
         self.called.set()
-        ways = [asyncio.ensure_future(event.wait()) for event in (self.lost, self.finished)]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self.ended.set()
-            for way in ways:
-                way.cancel()
-        if self.lost.is_set():
-            raise ReplicaLost("its engine died")
-        return SessionReport(task.session_id, task.replica_id, "finished")
 
     def say(self, tokens: Sequence[int], finish: FinishReason | None = None, **fields: Any) -> None:
         assert self.task is not None
         output = EngineCoreOutput(self.task.request_id, list(tokens), finish_reason=finish, **fields)
         frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))
-        assert self.sender.send(self.task.reply_to, [bytes(frame) for frame in frames])
+        self.take(self.info.replica_id, [bytes(frame) for frame in frames])
         if finish is not None and self.info.role is Role.DECODE:
-            self.finished.set()
+            self._part().ended("finished")
+
+    def die(self) -> None:
+        self._part().lost(ReplicaLost("its engine died"))
+
+    def _part(self) -> Part:
+        assert self.part is not None
+        self.ended.set()
+        part, self.part = self.part, None
+        return part
+
+    def cancel(self, part: Part) -> None:
+        if self.part is part:
+            self._part()
+
+
+class Replicas:
+    """What the core begins parts on."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Replica(P), Replica(D)
+
+    def listen(self, take: Take) -> None:
+        self.prefill.take = self.decode.take = take
+
+    def begin(self, replica: ReplicaInfo, task: SessionTask, part: Part) -> Callable[[], None]:
+        at = self.prefill if replica.role is Role.PREFILL else self.decode
+        at.begin(task, part)
+        return lambda: at.cancel(part)
+
+    def close(self) -> None:
+        self.listen(lambda replica_id, frames: None)
 
 
 @dataclass
@@ -127,9 +141,9 @@ class Cluster:
 
     def __init__(self, attempts: int) -> None:
         self.manager = Manager()
-        self.prefill, self.decode = Replica(P), Replica(D)
-        pools = {"prefill": self.prefill, "decode": self.decode}
-        self.core = ClusterCore(self.manager, pools, "127.0.0.1", WAIT_S, 4, Limits(attempts), Handoff.PULLED)
+        replicas = Replicas()
+        self.prefill, self.decode = replicas.prefill, replicas.decode
+        self.core = ClusterCore(self.manager, replicas, WAIT_S, 4, Limits(attempts), Handoff.PULLED)
         self.context = RequestContext("r")
 
     async def ask(self, **sampling: Any) -> None:
@@ -149,10 +163,8 @@ class Cluster:
         (output,) = (await asyncio.wait_for(self.core.get_output_async(), WAIT_S)).outputs
         return output
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self.core.shutdown()
-        self.prefill.sender.close()
-        self.decode.sender.close()
 
 
 async def reached(event: asyncio.Event) -> None:
@@ -164,7 +176,7 @@ async def cluster(no_leaks: None, request: pytest.FixtureRequest) -> AsyncIterat
     """Sessions are placed once, unless a test asks for more by parameter."""
     made = Cluster(getattr(request, "param", 1))
     yield made
-    await made.close()
+    made.close()
 
 
 async def test_prefill_comes_first_and_decode_gives_every_token(cluster: Cluster) -> None:
@@ -232,16 +244,13 @@ async def test_decode_that_does_not_begin_in_time_fails_the_session(cluster: Clu
 
 
 async def test_the_limit_is_on_the_beginning_only(cluster: Cluster) -> None:
-    def limits() -> list[str]:
-        return [name for task in asyncio.all_tasks() if (name := task.get_name()) == "baton-pull-limit"]
-
+    cluster.manager.handoff_timeout_s = limit_s = 0.5
     await cluster.ask()
     await cluster.prefilled()
-    assert limits()
     cluster.decode.say([41])
     await cluster.next()
     await reached(cluster.prefill.ended)
-    assert not limits()
+    await asyncio.sleep(1.5 * limit_s)
     cluster.decode.say([42], FinishReason.LENGTH)
     assert (await cluster.next()).finish_reason is FinishReason.LENGTH
 
@@ -250,7 +259,7 @@ async def test_the_limit_is_on_the_beginning_only(cluster: Cluster) -> None:
 async def test_a_replica_that_is_lost_while_decode_pulls(cluster: Cluster, role: Role) -> None:
     await cluster.ask()
     await cluster.prefilled()
-    (cluster.prefill if role is Role.PREFILL else cluster.decode).lost.set()
+    (cluster.prefill if role is Role.PREFILL else cluster.decode).die()
     assert (await cluster.next()).finish_reason is FinishReason.ERROR
     assert type(cluster.context.error) is ReplicaLost
     await reached(cluster.prefill.ended)
@@ -268,9 +277,8 @@ async def test_an_answer_whose_decode_is_lost_is_prefilled_again_with_its_tokens
     await reached(cluster.prefill.ended)
     for replica in (cluster.prefill, cluster.decode):
         replica.called.clear()
-    cluster.decode.lost.set()
+    cluster.decode.die()
     await reached(cluster.prefill.called)
-    cluster.decode.lost.clear()
     again = cluster.prefill.requests[-1]
     assert (again.request_id, again.prompt_token_ids) == ("r~2", PROMPT)
     assert again.sampling_params is not None

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from deployments.cluster.recovery import Limits
 from deployments.cluster.timings import Timings
@@ -22,10 +20,9 @@ from tests.deployments.cluster.asking import LENGTH, Launch, assert_failed, prom
 
 async def test_attempts_are_bounded(launch: Launch) -> None:
     cluster = await launch(config(max_attempts=3))
-    gone = dict(cluster.replicas)
-    cluster.replicas.clear()
     for pool in cluster.pools.values():
         pool.tasks.clear()
+        pool.error = ReplicaLost("there is no such replica")
     answer = cluster.ask(prompt(40), max_tokens=5)
     first = await answer
 
@@ -37,7 +34,8 @@ async def test_attempts_are_bounded(launch: Launch) -> None:
     assert str(first.context.error).endswith(", and so in each of 3 placements")
     epochs = {task.epoch for pool in cluster.pools.values() for task in pool.tasks}
     assert epochs == {1, 2, 3}
-    cluster.replicas.update(gone)
+    for pool in cluster.pools.values():
+        pool.error = None
     await cluster.settle()
 
 
@@ -161,19 +159,15 @@ async def test_a_session_that_waits_too_long_for_its_place(launch: Launch) -> No
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 async def test_outputs_that_never_arrive(launch: Launch, pool: str) -> None:
-    cluster = await launch(config(max_attempts=1), timings=Timings(output_grace_s=0.05))
-    lost = [port for name, port in cluster.pools.items() if name.startswith(pool)]
-    elsewhere = zmq.Context()
-    inbox = elsewhere.socket(zmq.PULL)
-    address = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}"
-    for port in lost:
-        port.reply_to = address
+    cluster = await launch(config(max_attempts=1))
+    lossy = [port for name, port in cluster.pools.items() if name.startswith(pool)]
+    for port in lossy:
+        port.loses_outputs = True
     answer = await cluster.answer(prompt(20), max_tokens=5)
     assert_failed(answer, ReplicaLost)
-    assert str(answer.context.error) == "the last outputs did not arrive"
+    assert str(answer.context.error) == f"the {pool} replica's last output did not arrive"
     assert len(answer.tokens) == (pool == "decode")
-    for port in lost:
-        port.reply_to = None
-    elsewhere.destroy(0)
+    for port in lossy:
+        port.loses_outputs = False
     assert (await cluster.answer(prompt(20), max_tokens=5)).reason is LENGTH
     await cluster.settle()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from deployments.errors import HandoffFailed, ReplicaLost, Unavailable
 from deployments.manager.calls import Ready, Status
@@ -102,12 +100,7 @@ async def test_what_an_older_placement_still_says_is_not_heard(cluster: InProces
     owner = (await cluster.placed(answer))["decode"]
     await cluster.kill(owner)
     await answer.has(len(answer.tokens) + 3)
-    with zmq.Context() as context:
-        socket = context.socket(zmq.PUSH)
-        socket.connect(cluster.pools["prefill"].tasks[0].reply_to)
-        for _ in range(5):
-            socket.send_multipart([owner.encode(), forged(answer.request_id, finish_reason=STOP)])
-        socket.close()
+    cluster.core._take(owner, [forged(answer.request_id, finish_reason=STOP)])
     await answer.over()
     assert answer.tokens == await cluster.local(asked, max_tokens=100)
     await cluster.settle(dead=[owner])

@@ -213,7 +213,7 @@ async def test_outputs_that_never_came_are_computed_again(cluster: InProcess, mo
     answer, source = await begun(cluster, asked)
     live = cluster.replicas[source]._parts.open[answer.request_id]
     with monkeypatch.context() as deaf:
-        deaf.setattr(cluster.replicas[source]._sender, "send", lambda address, frames: True)
+        deaf.setattr(live.ingress, "give", lambda frames, finished: True)
         taken = live.output_tokens
 
         async def went_on() -> bool:

@@ -119,6 +119,18 @@ def run(events: Iterable[Event], session: Session | None = None) -> list[Effect]
     return [effect for event in events for effect in event(session)]
 
 
+UNHEARD = [
+    *(("split", P), ("split", D), ("split, decode ahead", P), ("split, decode ahead", D)),
+    *(("split, decode all ahead", P), ("split, landing", D), ("split, decoding", D)),
+    *(("pulled", P), ("pulled", D), ("pulled, prefilled", D), ("pulled, decoding", D)),
+    *(("decode local", D), ("decode local, begun", D), ("prefill local", P)),
+]
+"""The session still waits for something of this replica."""
+
+
+GOES_ON = [("split, decoding", D), ("pulled, decoding", D), ("decode local, begun", D), ("prefill local", P)]
+
+
 def after(way: str) -> Session:
     state, events = WAYS[way]
     session = Session("s")
@@ -376,12 +388,20 @@ def test_an_engine_that_gives_a_request_up_ends_no_answer(way: str, role: Role) 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("role", [P, D])
-def test_a_call_that_ended_cleanly_changes_nothing(way: str, role: Role) -> None:
+def test_a_part_that_ended_after_its_last_output_changes_nothing(way: str, role: Role) -> None:
     session = after(way)
     before = copied(session)
-    if before.state is not State.OPENING:
+    if before.state is not State.OPENING and (way, role) not in UNHEARD:
         assert session.reported(role, "finished") == []
     assert replace(session, owner_ended=before.owner_ended) == before
+
+
+@pytest.mark.parametrize(("way", "role"), UNHEARD)
+def test_a_part_that_ended_without_what_was_to_come_from_it_is_lost(way: str, role: Role) -> None:
+    session = after(way)
+    assert session.reported(role, "finished") == [Over("lost")]
+    assert (session.state, type(session.error)) == (State.LOST, ReplicaLost)
+    assert str(session.error) == f"the {role} replica's last output did not arrive"
 
 
 @pytest.mark.parametrize("way", [way for way, (state, _) in WAYS.items() if state not in ENDED])
@@ -442,3 +462,15 @@ def test_any_order_of_events_has_one_end(handoff: Handoff, events: list[str]) ->
         overs = [number for number, effect in enumerate(effects) if isinstance(effect, PrefillOver)]
         assert overs in ([], [1]), "right after the first output"
         assert not overs or isinstance(effects[0], Deliver)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("role", [P, D])
+def test_an_answer_that_goes_on_is_delivered_and_nothing_else_changes(way: str, role: Role) -> None:
+    session = after(way)
+    goes_on = session.goes_on(role)
+    assert goes_on == ((way, role) in GOES_ON)
+    if goes_on:
+        before = copied(session)
+        assert session.output(role, "next", None) == [Deliver("next", finish=False)]
+        assert session == before

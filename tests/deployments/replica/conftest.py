@@ -16,7 +16,6 @@ async def idle(no_leaks: None, request: pytest.FixtureRequest) -> AsyncIterator[
     fixture = Fixture(**getattr(request, "param", {}))
     yield fixture
     await asyncio.wait_for(fixture.replica.stop(), WAIT_S)
-    fixture.ingress.close()
     await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,15 +20,14 @@ from deployments.messages import (
     ReportAnswer,
     Reservation,
     Role,
+    SessionReport,
     SessionTask,
     StepSample,
 )
-from deployments.output_stream import OutputReceiver
 from deployments.replica.replica import Replica
 from deployments.replica.timings import Timings
 
 WAIT_S = 60.0
-LEASE_S = 0.8
 SLOW = Timings(heartbeat_s=1000.0)
 """The heart beats too slowly to help."""
 INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
@@ -134,26 +134,50 @@ class Manager:
         return self.last
 
 
+class Ingress:
+    """Notes what a replica gives it: the frames of each step, and the numbers of the parts that end with them.
+
+    `takes`: it is there, and takes outputs.
+    """
+
+    def __init__(self) -> None:
+        self.given: asyncio.Queue[tuple[list[bytes], list[int]]] = asyncio.Queue()
+        self.takes = True
+
+    def give(self, frames: list[bytes], finished: Sequence[int] = ()) -> bool:
+        if self.takes:
+            self.given.put_nowait((frames, list(finished)))
+        return self.takes
+
+    async def frames(self) -> list[bytes]:
+        """Those of the next step."""
+        return (await asyncio.wait_for(self.given.get(), WAIT_S))[0]
+
+
 class Fixture:
     """A replica, its engine, the manager and an ingress."""
 
     def __init__(self, timings: Timings = SLOW, **placement: Any) -> None:
         self.engine, self.manager = ScriptedEngine(), Manager()
         identity = Identity("r0", "decode-small", Role.DECODE, "node", "127.0.0.1")
-        config = PlacementConfig(snapshot_interval_s=0.005, ingress_lease_s=LEASE_S, **placement)
+        config = PlacementConfig(snapshot_interval_s=0.005, **placement)
         self.replica = Replica(identity, self.engine, self.manager, config, timings)
-        self.ingress = OutputReceiver("127.0.0.1")
+        self.ingress = Ingress()
+        self._numbers = itertools.count(1)
 
     def task(self, request_id: str = "a", timeout_s: float = 60.0, **changes: Any) -> SessionTask:
         request = (request_id.encode(),)
-        address = changes.get("reply_to", self.ingress.address)
         reserved = changes.get("reservation", Reservation(4, 3, 40, 30, 0.5))
         movable = changes.get("movable", False)
-        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, address, timeout_s, 30, reserved, movable)
+        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, timeout_s, 30, reserved, movable)
+
+    async def run(self, request_id: str = "a", ingress: Ingress | None = None, **changes: Any) -> SessionReport:
+        """Run a part, numbered from 1."""
+        return await self.replica.run(self.task(request_id, **changes), ingress or self.ingress, next(self._numbers))
 
     async def begin(self, request_id: str = "a", **changes: Any) -> asyncio.Task[Any]:
         """A run that the engine has taken."""
-        run = asyncio.create_task(self.replica.run(self.task(request_id, **changes)))
+        run = asyncio.create_task(self.run(request_id, **changes))
         await until(lambda: (request_id.encode(),) in self.engine.added)
         return run
 
@@ -162,7 +186,3 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.001)
-
-
-async def receive(ingress: OutputReceiver) -> tuple[str, list[bytes]]:
-    return await asyncio.wait_for(ingress.receive(), WAIT_S)

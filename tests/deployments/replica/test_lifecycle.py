@@ -27,7 +27,7 @@ async def test_a_replica_that_is_held_is_not_ready_and_asks_again(idle: Fixture)
     assert not starting.done()
     assert {loaded.phase, idle.manager.last.phase} == {Phase.LOADING}
     with pytest.raises(EngineError, match="not ready"):
-        await idle.replica.run(idle.task())
+        await idle.run()
     idle.manager.held.clear()
     await asyncio.wait_for(starting, WAIT_S)
     await idle.manager.until(lambda snapshot: snapshot.phase is Phase.READY)

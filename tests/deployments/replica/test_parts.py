@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from deployments.engine.protocol import EngineError
 from deployments.messages import MOVED, Finished, SessionTask
 from deployments.replica.parts import FINISHED_KEPT, Part, Parts
-from tests.deployments.replica.doubles import WAIT_S, Fixture, until
+from tests.deployments.replica.doubles import WAIT_S, Fixture, Ingress, until
 
 
 async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
@@ -44,7 +43,7 @@ async def test_it_tells_which_parts_ended_however_they_did(up: Fixture) -> None:
     await asyncio.wait([lost])
     up.engine.refusal = EngineError("not a request")
     with pytest.raises(EngineError):
-        await up.replica.run(up.task("c"))
+        await up.run("c")
     told = await up.manager.until(lambda snapshot: snapshot.finished_version == 3)
     assert told.finished == (Finished("s-a", 1, 3), Finished("s-b", 1, 1), Finished("s-c", 1, 0))
     begun = [s for s in up.manager.snapshots if s.sessions or s.finished]
@@ -61,7 +60,7 @@ async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: F
     count = FINISHED_KEPT + 6
     for number in range(count):
         with pytest.raises(EngineError):
-            await up.replica.run(up.task(f"r{number}"))
+            await up.run(f"r{number}")
     told = await up.manager.until(lambda snapshot: snapshot.finished_version == count)
     assert [part.session_id for part in told.finished] == [f"s-r{number}" for number in range(6, count)]
 
@@ -69,9 +68,12 @@ async def test_the_log_of_ended_parts_is_bounded_and_its_version_counts_on(up: F
 # ---- the parts alone
 
 
-def begun(parts: Parts, request_id: str = "a", started: bool = True) -> Part:
+INGRESS = Ingress()
+
+
+def begun(parts: Parts, request_id: str = "a", started: bool = True, ingress: Ingress = INGRESS) -> Part:
     """A movable part; `started`: it has had an output."""
-    part = parts.begin(SessionTask(f"s-{request_id}", 1, "r0", request_id, (), "tcp://one", 60.0, 30, movable=True))
+    part = parts.begin(SessionTask(f"s-{request_id}", 1, "r0", request_id, (), 60.0, 30, movable=True), ingress, 1)
     part.started = started
     return part
 
@@ -83,7 +85,7 @@ async def test_a_part_that_is_over_keeps_its_outcome() -> None:
     failed.fail("out of memory")
     assert parts.move_out() == 0
     parts.fail("the replica is stopping")
-    parts.orphan(["tcp://one"])
+    parts.orphan(INGRESS)
     assert finished.done.result() == "finished"
     with pytest.raises(EngineError, match="out of memory"):
         failed.done.result()
@@ -114,12 +116,10 @@ async def test_a_part_without_an_output_moves_with_its_first_one_and_one_that_is
 
 async def test_parts_are_orphaned_by_their_own_ingress_alone() -> None:
     parts = Parts()
-    mine, other = begun(parts, "a"), begun(parts, "b")
-    for gone in ([], ["tcp://two"]):
-        parts.orphan(gone)
-        assert not mine.done.done()
-    other.task = replace(other.task, reply_to="tcp://two")
-    parts.orphan(["tcp://one", "tcp://three"])
+    mine, other = begun(parts, "a"), begun(parts, "b", ingress=Ingress())
+    parts.orphan(Ingress())
+    assert not mine.done.done()
+    parts.orphan(INGRESS)
     with pytest.raises(EngineError, match="the ingress is gone"):
         mine.done.result()
     assert (mine.orphaned, other.orphaned, other.done.done()) == (True, False, False)

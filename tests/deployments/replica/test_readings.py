@@ -13,7 +13,7 @@ from tests.deployments.replica.doubles import WAIT_S, Fixture, ScriptedEngine, u
 
 
 async def test_an_idle_engine_uses_nothing_even_if_its_last_step_said_so(up: Fixture) -> None:
-    run = asyncio.create_task(up.replica.run(up.task("a")))
+    run = asyncio.create_task(up.run("a"))
     await until(lambda: bool(up.engine.added))
     up.engine.put(("a", 1, True), used_blocks=40, running=1)
     assert (await asyncio.wait_for(run, WAIT_S)).outcome == "finished"

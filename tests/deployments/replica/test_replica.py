@@ -5,23 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from dataclasses import replace
 
 import pytest
 
 from deployments.engine.protocol import EngineError, EngineLoad, Output, Step
 from deployments.messages import MOVED, Finished, Phase, Reservation
-from deployments.output_stream import OutputReceiver
-from tests.deployments.replica.doubles import WAIT_S, Fixture, receive
+from tests.deployments.replica.doubles import WAIT_S, Fixture, Ingress
 
 
 async def test_it_refuses_runs_before_it_is_ready_and_after_it_stopped(idle: Fixture) -> None:
     with pytest.raises(EngineError, match="not ready: loading model"):
-        await idle.replica.run(idle.task())
+        await idle.run()
     await idle.replica.start()
     await idle.replica.stop()
     with pytest.raises(EngineError, match="not ready: draining"):
-        await idle.replica.run(idle.task())
+        await idle.run()
     assert not idle.engine.added
+
+
+async def test_it_refuses_what_was_placed_on_another_replica(up: Fixture) -> None:
+    """Which may have had the same address."""
+    task = replace(up.task(), replica_id="r9")
+    with pytest.raises(EngineError, match="this is r0, and not r9"):
+        await up.replica.run(task, up.ingress, 1)
+    assert not up.engine.added
 
 
 async def test_a_run_ends_with_the_last_output(up: Fixture) -> None:
@@ -34,9 +42,8 @@ async def test_a_run_ends_with_the_last_output(up: Fixture) -> None:
     up.engine.put(("a", 2, True), used_blocks=2, running=1)
     report = await asyncio.wait_for(run, WAIT_S)
     assert (report.session_id, report.replica_id, report.outcome, report.output_tokens) == ("s-a", "r0", "finished", 3)
-    name, frames = await receive(up.ingress)
-    assert (name, frames) == ("r0", [repr([("a", 1, False), ("b", 1, False)]).encode()])
-    assert (await receive(up.ingress))[1] == [repr([("a", 2, True)]).encode()]
+    assert up.ingress.given.get_nowait() == ([repr([("a", 1, False), ("b", 1, False)]).encode()], [])
+    assert up.ingress.given.get_nowait() == ([repr([("a", 2, True)]).encode()], [1])
     last = await up.manager.until(lambda snapshot: snapshot.sessions == ("s-b",))
     assert (last.used_blocks, last.running, last.waiting, last.backlog_tokens) == (2, 1, 0, 0)
     assert last.reservations == (Reservation(4, 3, 40),), "its prompt is computed"
@@ -47,13 +54,12 @@ async def test_a_run_ends_with_the_last_output(up: Fixture) -> None:
 
 
 async def test_each_ingress_gets_its_own(up: Fixture) -> None:
-    second = OutputReceiver("127.0.0.1")
-    runs = [await up.begin("a"), await up.begin("b", reply_to=second.address)]
+    second = Ingress()
+    runs = [await up.begin("a"), await up.begin("b", ingress=second)]
     up.engine.put(("a", 1, True), ("b", 1, True))
-    assert (await receive(up.ingress))[1] == [repr([("a", 1, True)]).encode()]
-    assert (await receive(second))[1] == [repr([("b", 1, True)]).encode()]
     await asyncio.wait_for(asyncio.gather(*runs), WAIT_S)
-    second.close()
+    assert up.ingress.given.get_nowait() == ([repr([("a", 1, True)]).encode()], [1])
+    assert second.given.get_nowait() == ([repr([("b", 1, True)]).encode()], [2])
 
 
 async def test_cancelling_a_run_aborts_the_request(up: Fixture) -> None:
@@ -67,11 +73,11 @@ async def test_cancelling_a_run_aborts_the_request(up: Fixture) -> None:
     other = await up.begin("b")
     up.engine.put(("b", 1, True))
     await asyncio.wait_for(other, WAIT_S)
-    assert (await receive(up.ingress))[1] == [repr([("b", 1, True)]).encode()]
+    assert await up.ingress.frames() == [repr([("b", 1, True)]).encode()]
 
 
 async def test_a_run_that_takes_too_long_expires(up: Fixture) -> None:
-    report = await asyncio.wait_for(up.replica.run(up.task("a", timeout_s=0.01)), WAIT_S)
+    report = await asyncio.wait_for(up.run("a", timeout_s=0.01), WAIT_S)
     assert report.outcome == "expired"
     assert up.engine.aborted == ["a"]
 
@@ -80,7 +86,7 @@ async def test_a_request_that_the_engine_refuses_harms_no_other(up: Fixture) -> 
     other = await up.begin("b")
     up.engine.refusal = EngineError("not a request")
     with pytest.raises(EngineError, match="not a request"):
-        await up.replica.run(up.task("a"))
+        await up.run("a")
     up.replica.check_health()
     up.engine.put(("b", 1, True))
     assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
@@ -90,19 +96,19 @@ async def test_a_part_that_is_over_gives_no_more_outputs(up: Fixture) -> None:
     """What came before may be lost by then, and another replica goes on: an answer must not get a gap."""
     run, other = await up.begin("a", movable=True), await up.begin("b")
     up.engine.put(("a", 1, False))
-    assert (await receive(up.ingress))[1] == [repr([("a", 1, False)]).encode()]
+    assert await up.ingress.frames() == [repr([("a", 1, False)]).encode()]
     assert up.replica.move_out() == 1
     late = tuple(Output(name, 1, True, payload=(name, 1, True)) for name in "ab")
     up.replica._take(Step(late, EngineLoad()))  # before the run itself has noticed
     report = await asyncio.wait_for(run, WAIT_S)
     assert (report.outcome, report.output_tokens) == (MOVED, 1)
     assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
-    assert (await receive(up.ingress))[1] == [repr([("b", 1, True)]).encode()]
+    assert await up.ingress.frames() == [repr([("b", 1, True)]).encode()]
 
 
-async def test_an_ingress_that_takes_nothing_loses_its_session(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ingress_that_takes_nothing_loses_its_session(up: Fixture) -> None:
     run = await up.begin("a")
-    monkeypatch.setattr(up.replica._sender, "send", lambda address, frames: False)
+    up.ingress.takes = False
     up.engine.put(("a", 1, False))
     with pytest.raises(EngineError, match="the ingress does not take its outputs"):
         await asyncio.wait_for(run, WAIT_S)
@@ -110,12 +116,19 @@ async def test_an_ingress_that_takes_nothing_loses_its_session(up: Fixture, monk
     up.replica.check_health()
 
 
-async def test_an_ingress_that_cannot_be_reached(up: Fixture) -> None:
-    with pytest.raises(EngineError, match="the ingress cannot be reached"):
-        await asyncio.wait_for(up.replica.run(up.task(reply_to="tcp://127.0.0.1:9")), WAIT_S)
-    assert not up.engine.added
-    told = await up.manager.until(lambda snapshot: bool(snapshot.finished))
-    assert told.finished == (Finished("s-a", 1, 0, orphaned=True),)
+async def test_an_ingress_that_dies_ends_its_runs_and_no_others(up: Fixture) -> None:
+    dying = Ingress()
+    mine, other = await up.begin("a", ingress=dying), await up.begin("b")
+    up.engine.put(("a", 1, False), ("b", 1, False))
+    await dying.frames()
+    up.replica.orphan(dying)
+    with pytest.raises(EngineError, match="the ingress is gone"):
+        await asyncio.wait_for(mine, WAIT_S)
+    assert up.engine.aborted == ["a"]
+    told = await up.manager.until(lambda snapshot: snapshot.sessions == ("s-b",))
+    assert told.finished == (Finished("s-a", 1, 1, orphaned=True),)
+    up.engine.put(("b", 1, True))
+    assert (await asyncio.wait_for(other, WAIT_S)).outcome == "finished"
 
 
 async def test_a_dead_engine_fails_open_runs_and_the_health_check(up: Fixture) -> None:
@@ -129,7 +142,7 @@ async def test_a_dead_engine_fails_open_runs_and_the_health_check(up: Fixture) -
         with pytest.raises(EngineError, match="out of memory"):
             up.replica.check_health()
     with pytest.raises(EngineError, match="out of memory"):
-        await up.replica.run(up.task("c"))
+        await up.run("c")
     assert not up.engine.aborted, "a dead engine is asked nothing"
     await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)  # nothing may be placed on it
 
@@ -145,7 +158,7 @@ async def test_an_engine_that_dies_while_it_takes_a_request_leaves_no_error_unre
 
     up.engine.add = add  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="the engine is dead"):
-        await up.replica.run(up.task("a"))
+        await up.run("a")
     gc.collect()
     assert not said
 

@@ -45,7 +45,6 @@ async def test_versions_grow_over_a_restart_too(up: Fixture) -> None:
     await again.replica.start()
     assert (await again.manager.until(lambda snapshot: True)).version > versions[-1]
     await again.replica.stop()
-    again.ingress.close()
 
 
 async def test_no_change_is_lost_between_two_reports(up: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:

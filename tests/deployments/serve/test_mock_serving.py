@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
+from deployments.serve.scaling import POLICY
 from load_tests.traffic import vllm_bench
 from tests.e2e.client import Load, answer_to, events, until
 from tests.e2e.cluster import NAME, Cluster, processes, started, total
@@ -126,6 +127,19 @@ async def test_scaling_down_under_load_loses_nothing(mock: Cluster) -> None:
     assert after.pop("decode-large") < before.pop("decode-large")
     assert after == before, "nothing else was restarted"
     assert [said for said in load.said if said.error or said.tokens != expected[said.asked]] == []
+
+
+async def test_a_pool_that_scales_by_itself_grows_with_its_sessions(mock: Cluster) -> None:
+    """Serve does not see sessions: its policy hears of them from the replicas."""
+    large = {"name": "decode-large"}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "policy": POLICY}
+    soon = {"upscale_delay_s": 0, "metrics_interval_s": 0.2, "look_back_period_s": 1}
+    fixed, scaled = {**large, "num_replicas": 1}, {**large, "autoscaling_config": {**scaling, **soon}}
+    async with Load(mock, questions(800), 8):
+        await asyncio.to_thread(mock.deploy, lambda application: application.update(deployments=[scaled]))
+        await until(lambda: len(mock.running().get("decode-large", ())) == 2, BACK_WITHIN_S, "there are two")
+    await asyncio.to_thread(mock.deploy, lambda application: application.update(deployments=[fixed]))
+    await until(lambda: len(mock.running().get("decode-large", ())) == 1, BACK_WITHIN_S, "there is one")
 
 
 async def test_an_update_to_another_engine_under_load_loses_nothing(mock: Cluster) -> None:

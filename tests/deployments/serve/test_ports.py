@@ -10,7 +10,11 @@ import pytest
 import ray.exceptions
 
 from deployments.errors import ReplicaLost
-from deployments.serve.ports import ServePool
+from deployments.messages import ReplicaInfo, Role, SessionTask
+from deployments.serve.ports import Pools
+
+REPLICA = ReplicaInfo("p0", "prefill", Role.PREFILL, "node", "engine", 16, 100, 8, 2048)
+TASK = SessionTask("s", 1, "p0", "r", (), 60.0, 100)
 
 
 class Handle:
@@ -18,7 +22,7 @@ class Handle:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
-        self.run = SimpleNamespace(remote=self._remote)
+        self.address = SimpleNamespace(remote=self._remote)
 
     async def _remote(self, *args: Any) -> None:
         raise self._error
@@ -34,9 +38,9 @@ class Handle:
 )
 async def test_a_call_that_its_replica_does_not_answer_loses_the_replica(error: Exception) -> None:
     with pytest.raises(ReplicaLost):
-        await ServePool(Handle(error)).run(None)  # type: ignore[arg-type]
+        await Pools({"prefill": Handle(error)}).find(REPLICA, TASK)
 
 
 async def test_an_error_of_our_own_making_is_not_taken_for_a_lost_replica() -> None:
     with pytest.raises(KeyError):
-        await ServePool(Handle(KeyError("x"))).run(None)  # type: ignore[arg-type]
+        await Pools({"prefill": Handle(KeyError("x"))}).find(REPLICA, TASK)

@@ -17,7 +17,7 @@ from ray.serve.exceptions import RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import ReplicaGone, ReplicaLost
-from deployments.messages import SessionTask
+from deployments.messages import Locate
 from deployments.serve.router import PlacedRouter
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(400)]
@@ -31,11 +31,11 @@ class Echo:
     def __init__(self) -> None:
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
 
-    async def run(self, task: SessionTask, hold_s: float = 0.0) -> str:
+    async def run(self, asked: Locate, hold_s: float = 0.0) -> str:
         await asyncio.sleep(hold_s)
         return self.replica_id
 
-    async def run_until(self, task: SessionTask, path: str) -> str:
+    async def run_until(self, asked: Locate, path: str) -> str:
         """Answers when there is such a file."""
         while not await asyncio.to_thread(Path(path).exists):
             await asyncio.sleep(0.1)
@@ -44,7 +44,7 @@ class Echo:
     async def name(self) -> str:
         return self.replica_id
 
-    async def die(self, task: SessionTask) -> None:
+    async def die(self, asked: Locate) -> None:
         ray.kill(ray.get_runtime_context().current_actor)
         await asyncio.sleep(60)
 
@@ -55,12 +55,12 @@ class Front:
     def __init__(self, echo: DeploymentHandle) -> None:
         self.echo = echo
 
-    async def fan_out(self, tasks: list[SessionTask]) -> list[str]:
-        return list(await asyncio.gather(*(self.echo.run.remote(task) for task in tasks)))
+    async def fan_out(self, calls: list[Locate]) -> list[str]:
+        return list(await asyncio.gather(*(self.echo.run.remote(asked) for asked in calls)))
 
 
-def task_for(replica_id: str, number: int = 0) -> SessionTask:
-    return SessionTask(f"s{number}", 1, replica_id, f"r{number}", (b"x" * 1000,), "tcp://x", 60.0, 100)
+def named(replica_id: str, number: int = 0) -> Locate:
+    return Locate(replica_id, f"s{number}")
 
 
 def start_ray() -> None:
@@ -117,9 +117,7 @@ async def test_each_of_200_concurrent_calls_lands_on_the_replica_it_names(
     echo: DeploymentHandle, names: list[str]
 ) -> None:
     wanted = [names[number % 3 % 2] for number in range(200)]
-    landed = await asyncio.gather(
-        *(echo.run.remote(task_for(name, number), 0.05) for number, name in enumerate(wanted))
-    )
+    landed = await asyncio.gather(*(echo.run.remote(named(name, number), 0.05) for number, name in enumerate(wanted)))
     assert list(landed) == wanted
 
 
@@ -128,16 +126,16 @@ async def test_calls_that_share_a_request_id_are_not_mixed_up(cluster: None) -> 
     handle = serve.run(front.bind(placed_echo().bind()), name="front", route_prefix=None)
     both = await both_of(serve.get_deployment_handle("Echo", "front"))
     wanted = [both[number % 2] for number in range(60)]
-    tasks = [task_for(name, number) for number, name in enumerate(wanted)]
-    assert await asyncio.wait_for(handle.fan_out.remote(tasks), 120) == wanted
+    calls = [named(name, number) for number, name in enumerate(wanted)]
+    assert await asyncio.wait_for(handle.fan_out.remote(calls), 120) == wanted
     serve.delete("front")
 
 
 async def test_a_call_that_names_an_unknown_replica_fails_and_holds_up_no_other(
     echo: DeploymentHandle, names: list[str]
 ) -> None:
-    lost = [asyncio.ensure_future(_result(echo, task_for("unknown", number))) for number in range(20)]
-    assert await echo.run.remote(task_for(names[0])) == names[0]
+    lost = [asyncio.ensure_future(_result(echo, named("unknown", number))) for number in range(20)]
+    assert await echo.run.remote(named(names[0])) == names[0]
     assert not any(failure.done() for failure in lost)
     async with asyncio.timeout(APPEAR_S + 60):
         for failure in lost:
@@ -149,11 +147,11 @@ async def test_a_full_replica_refuses_and_the_call_is_not_sent_elsewhere(cluster
     handle = deploy("full", max_ongoing_requests=1)
     name = await handle.name.remote()
     released = tmp_path / "released"
-    first = asyncio.ensure_future(_held(handle, task_for(name, 1), released))
+    first = asyncio.ensure_future(_held(handle, named(name, 1), released))
     async with asyncio.timeout(120):
-        while not (error := await _failure(handle, task_for(name, 2))):  # the first may not be there yet
+        while not (error := await _failure(handle, named(name, 2))):  # the first may not be there yet
             if first.done() and first.exception():  # or was refused, as the second was there
-                first = asyncio.ensure_future(_held(handle, task_for(name, 1), released))
+                first = asyncio.ensure_future(_held(handle, named(name, 1), released))
             await asyncio.sleep(0.1)
     assert "refused session s2" in str(error)
     assert not first.done()
@@ -167,9 +165,9 @@ async def test_a_call_to_a_replica_that_died_fails_even_when_no_replica_is_left(
     name = await handle.name.remote()
     async with asyncio.timeout(120):
         with pytest.raises(ActorDiedError):
-            await handle.die.remote(task_for(name))
+            await handle.die.remote(named(name))
         with pytest.raises(ReplicaLost, match=f"replica {name} of session s0 is gone"):
-            await handle.run.remote(task_for(name))
+            await handle.run.remote(named(name))
     serve.delete("mortal")
 
 
@@ -180,15 +178,15 @@ async def test_a_replica_that_serve_has_taken_out_gets_only_what_hands_over_a_se
     handle = deploy("shrinking", **stays_long)
     names = await both_of(handle)
     released = tmp_path / "released"
-    held = [asyncio.ensure_future(_held(handle, task_for(name), released)) for name in names]
+    held = [asyncio.ensure_future(_held(handle, named(name), released)) for name in names]
     await asyncio.sleep(0)  # they are sent
     for name in names:  # each has begun what it was called for before
-        await handle.run.remote(task_for(name))
+        await handle.run.remote(named(name))
     deploying = asyncio.create_task(asyncio.to_thread(deploy, "shrinking", num_replicas=1, **stays_long))
     async with asyncio.timeout(120):
-        while not (gone := [name for name in names if isinstance(await _failure(handle, task_for(name)), ReplicaGone)]):
+        while not (gone := [name for name in names if isinstance(await _failure(handle, named(name)), ReplicaGone)]):
             await asyncio.sleep(0.1)
-    assert await handle.run.remote(replace(task_for(gone[0]), hands_over=True)) == gone[0]
+    assert await handle.run.remote(replace(named(gone[0]), hands_over=True)) == gone[0]
     released.touch()
     assert sorted(await asyncio.gather(*held)) == names
     await deploying
@@ -196,31 +194,31 @@ async def test_a_replica_that_serve_has_taken_out_gets_only_what_hands_over_a_se
 
 
 async def test_a_cancelled_call_leaves_nothing_waiting(echo: DeploymentHandle, names: list[str]) -> None:
-    response = echo.run.remote(task_for("unknown"))
+    response = echo.run.remote(named("unknown"))
     await asyncio.sleep(0.05)
     response.cancel()
     with pytest.raises((asyncio.CancelledError, RequestCancelledError)):
         await response
-    assert await echo.run.remote(task_for(names[1])) == names[1]
+    assert await echo.run.remote(named(names[1])) == names[1]
 
 
 async def test_each_of_many_placed_calls_at_once_reaches_its_replica(echo: DeploymentHandle, names: list[str]) -> None:
     placed = [names[number % len(names)] for number in range(200)]
-    answers = await asyncio.gather(*(_result(echo, task_for(name, number)) for number, name in enumerate(placed)))
+    answers = await asyncio.gather(*(_result(echo, named(name, number)) for number, name in enumerate(placed)))
     assert answers == placed
 
 
-async def _failure(handle: DeploymentHandle, task: SessionTask) -> Exception | None:
+async def _failure(handle: DeploymentHandle, asked: Locate) -> Exception | None:
     try:
-        await handle.run.remote(task)
+        await handle.run.remote(asked)
     except ReplicaLost as error:
         return error
     return None
 
 
-async def _result(handle: DeploymentHandle, task: SessionTask, hold_s: float = 0.0) -> str:
-    return str(await handle.run.remote(task, hold_s))
+async def _result(handle: DeploymentHandle, asked: Locate, hold_s: float = 0.0) -> str:
+    return str(await handle.run.remote(asked, hold_s))
 
 
-async def _held(handle: DeploymentHandle, task: SessionTask, released: Path) -> str:
-    return str(await handle.run_until.remote(task, str(released)))
+async def _held(handle: DeploymentHandle, asked: Locate, released: Path) -> str:
+    return str(await handle.run_until.remote(asked, str(released)))

@@ -25,7 +25,7 @@ from configs.schema import (
 from deployments.engine.build import environment
 from deployments.engine.protocol import Step
 from deployments.manager.calls import Status
-from deployments.messages import Mode, SessionReport, SessionTask, StepSample
+from deployments.messages import Mode, StepSample
 from load_tests.harness.control_plane import PREFILL, SMALL, until
 from tests.deployments.real_engines import RealEngines
 from transfer.memory.blocks import chained_hashes
@@ -149,15 +149,8 @@ async def test_several_at_once_the_same_prompt_among_them(cluster: RealEngines) 
 async def test_a_cancel_frees_both_sides(cluster: RealEngines, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Held: the prefill is over and decode never comes. Pulling: the cancel meets decode's first step."""
     pool, called = cluster.pools["decode-small"], asyncio.Event()
-    answer_call = pool.run
-
-    async def run(task: SessionTask) -> SessionReport:
-        called.set()
-        if when == "held":
-            await asyncio.Event().wait()
-        return await answer_call(task)
-
-    monkeypatch.setattr(pool, "run", run)
+    monkeypatch.setattr(pool, "on_point", lambda point, replica_id: called.set())
+    monkeypatch.setattr(pool, "swallows", when == "held")
     answer = await cluster.ask(prompt(1200 if when == "prefilling" else 300), max_tokens=400)
     if when == "prefilling":
         await until(lambda: _runs(cluster, PREFILL))

@@ -1,0 +1,149 @@
+"""A replica's side of its connections to ingresses.
+
+A part runs for as long as its connection stands. When the connection breaks, or the ingress is silent for a lease, all
+parts of that ingress end: nothing reads their outputs, and nothing would close their sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from deployments.engine.protocol import EngineError
+from deployments.link import wire
+from deployments.messages import SessionReport, SessionTask
+from deployments.sealed_connection import Connection, Seal, address_of
+from transfer.control.seal import BadMessage
+
+logger = logging.getLogger("baton.link")
+
+BACKLOG_BYTES = 64 * 1024 * 1024
+"""The most bytes that wait for an ingress to read them; then the ingress counts as gone."""
+LOOKS = 4
+"""How often in a lease an ingress gives a sign of life, and a replica looks for one."""
+
+
+class Ingress(Protocol):
+    """What a part knows of the ingress that began it."""
+
+    def give(self, frames: list[bytes], finished: Sequence[int] = ()) -> bool:
+        """Send the outputs of one step, without waiting. `finished`: the numbers of the parts that end with them.
+
+        False when the ingress is gone, or has not taken `BACKLOG_BYTES`.
+        """
+
+
+class Runs(Protocol):
+    """What runs the parts; see `replica.Replica`."""
+
+    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> SessionReport: ...
+
+    def orphan(self, ingress: Ingress) -> None: ...
+
+
+class LinkServer:
+    """Takes in the connections of ingresses. `address`: where, once it is started.
+
+    `lease_s`: the longest time that an ingress may be silent.
+    """
+
+    def __init__(self, runs: Runs, secret: str, lease_s: float) -> None:
+        self._runs, self._seal, self._lease_s = runs, wire.seal(secret), lease_s
+        self._links: set[_Link] = set()
+        self._server: asyncio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def start(self, host: str) -> None:
+        """Listen on a free port of `host`."""
+        self._server = await asyncio.get_running_loop().create_server(self._link, host, 0)
+        self.address = address_of(self._server, host)
+        self._watching = asyncio.create_task(self._watch(), name="baton-lease")
+
+    def close(self) -> None:
+        """Take no connections any more, and close those that are there when everything is sent; idempotent."""
+        if self._server is not None:
+            self._server.close()
+        if self._watching is not None:
+            self._watching.cancel()
+        for link in tuple(self._links):
+            link.close()
+
+    def _link(self) -> _Link:
+        return _Link(self._runs, self._seal, self._links)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / LOOKS)
+            for link in tuple(self._links):
+                link.end_if_silent(self._lease_s)
+
+
+class _Link(Connection[wire.AnyMessage | wire.Unknown]):
+    """The connection to one ingress. `links`: all that are open."""
+
+    def __init__(self, runs: Runs, seal: Seal, links: set[_Link]) -> None:
+        super().__init__(seal, wire.message_of, "an ingress")
+        self._runs, self._links = runs, links
+        self._parts: dict[int, asyncio.Task[None]] = {}
+        self._heard_s = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._links.add(self)
+
+    def end_if_silent(self, lease_s: float) -> None:
+        """Break the connection when nothing has come over it for a lease."""
+        if time.monotonic() - self._heard_s > lease_s:
+            logger.warning("an ingress has been silent for %g s", lease_s)
+            self._transport.abort()
+
+    # ---- from the ingress
+
+    def take(self, message: wire.AnyMessage | wire.Unknown) -> None:
+        self._heard_s = time.monotonic()
+        match message:
+            case wire.Begin(number, task):
+                if number in self._parts:
+                    raise BadMessage(f"there is a part {number} already")
+                part = self._parts[number] = asyncio.create_task(self._run(number, task), name="baton-part")
+                part.add_done_callback(lambda ended: self._ended(number, ended))
+            case wire.Cancel(number):
+                if (running := self._parts.get(number)) is not None:
+                    running.cancel()
+            case wire.Beat():
+                pass
+            case wire.Unknown():
+                self.send(wire.Failed(message.number, "the ingress is of another version"))
+            case _:
+                raise BadMessage(f"an ingress does not say {type(message).__name__}")
+
+    async def _run(self, number: int, task: SessionTask) -> None:
+        try:
+            report = await self._runs.run(task, self, number)
+        except Exception as error:
+            self.send(wire.Failed(number, str(error) if isinstance(error, EngineError) else repr(error)))
+            raise
+        if report.outcome != "finished":  # the last outputs have said that
+            self.send(wire.Ended(number, report.outcome))
+
+    def _ended(self, number: int, part: asyncio.Task[None]) -> None:
+        self._parts.pop(number, None)
+        if not part.cancelled() and (error := part.exception()) is not None and not isinstance(error, EngineError):
+            logger.error("a part ended: %r", error, exc_info=error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._links.discard(self)
+        self._runs.orphan(self)
+
+    # ---- to the ingress
+
+    def give(self, frames: list[bytes], finished: Sequence[int] = ()) -> bool:
+        """See `Ingress.give`."""
+        if self._transport.is_closing() or self._transport.get_write_buffer_size() > BACKLOG_BYTES:
+            return False
+        self.send(wire.Outputs(0, frames, list(finished)))
+        return True

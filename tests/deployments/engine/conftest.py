@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -105,10 +104,13 @@ class Running:
 
     def logprobs(self, request_id: str) -> list[float]:
         """Of each token that this engine gave for a request, where that asked for them."""
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder
+
         given = [output.payload for step in self.steps for output in step.outputs if output.request_id == request_id]
-        return [
-            value for payload in given if payload.new_logprobs is not None for value in _first(payload.new_logprobs)
-        ]
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        told = [decoder.decode(self.engine.encode([payload])).outputs[0].new_logprobs for payload in given]
+        return [float(row[0]) for each in told if each is not None for row in each.logprobs]
 
     async def until(self, condition: Callable[[EngineLoad], bool]) -> None:
         """Wait for a step whose load satisfies a condition."""
@@ -206,14 +208,6 @@ class EnginePair:
         await asyncio.wait_for(prefilled.done.wait(), WAIT_S)
         assert (prefilled.reason, decoded.reason) == (1, 1)
         return prefilled.tokens + decoded.tokens
-
-
-def _first(logprobs: Any) -> list[float]:
-    """The sampled tokens' own, as vLLM has them or as the double writes them."""
-    if isinstance(logprobs, list):
-        dtype, shape, data = logprobs[1]
-        return [float(row[0]) for row in np.frombuffer(data.data, dtype).reshape(shape)]
-    return [float(row[0]) for row in logprobs.logprobs]
 
 
 def encode_plain(request_id: str, prompt: Sequence[int], sampling: dict[str, Any]) -> tuple[bytes, ...]:

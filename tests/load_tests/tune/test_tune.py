@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from configs.schema import BatonConfig, VllmEngineConfig
 from deployments.engine.mock.wire import decode_request
@@ -87,6 +88,9 @@ class FormulaEngine:
             del self._requests[name]
         payload = EngineCoreOutput(name, [7], finish_reason=FinishReason.LENGTH if ended else None)
         return Output(name, 1, ended, payload)
+
+    def encode(self, payloads: list[Any]) -> list[bytes]:
+        return [bytes(frame) for frame in MsgpackEncoder().encode(EngineCoreOutputs(outputs=payloads))]
 
     async def shutdown(self) -> None:
         self._requests.clear()

@@ -1,6 +1,6 @@
 """Replicas that have fallen silent: stopped or cut off, without being dead.
 
-The calls to such a replica do not end. The core notices that a session has had no output for long, and asks the session
+Parts on such a replica do not end. The core notices that a session has had no output for long, and asks the session
 manager whether it still hears of the session's replicas.
 """
 

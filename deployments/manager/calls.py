@@ -47,7 +47,7 @@ class PrefillDone(Call[None], frozen=True, tag=True):
 
 
 class Close(Call[None], frozen=True, tag=True):
-    """A placement is over, and the replicas' calls have ended: its blocks are free; idempotent.
+    """A placement is over, and its parts on the replicas have ended: its blocks are free; idempotent.
 
     `output_tokens`: of the answer; None where it is not known. `ended`: the replica that writes the answer has said
     that its part is over. Then it holds nothing of the session, even if its newest report still lists it.

@@ -63,6 +63,11 @@ class LinkServer:
         self.address = address_of(self._server, host)
         self._watching = asyncio.create_task(self._watch(), name="baton-lease")
 
+    @property
+    def links(self) -> int:
+        """The number of ingresses that are connected."""
+        return len(self._links)
+
     def close(self) -> None:
         """Take no connections any more, and close those that are there when everything is sent; idempotent."""
         if self._server is not None:

@@ -14,11 +14,14 @@ SETTLE_S, LOOKS, LOOK_S = 40.0, 8, 0.25
 
 
 def _held(cluster: InProcess) -> dict[str, int]:
+    """An ingress has a link to each replica that it has used, so links are counted apart: those over one a replica."""
     gc.collect()
+    links = cluster.fleet.links
     return {
         "tasks": len(asyncio.all_tasks()),
         "threads": sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate()),
-        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())) - 2 * links,
+        "links": max(0, links - len(cluster.replicas)),
         "shared_memory": len(set(re.findall(r"/dev/shm/.*", Path("/proc/self/maps").read_text()))),
         "replicas": len(cluster.replicas),
     }

@@ -94,6 +94,11 @@ class Fleet:
         """A replica has stopped."""
         self._servers.pop(replica_id).close()
 
+    @property
+    def links(self) -> int:
+        """The links that stand now, of all ingresses."""
+        return sum(server.links for server in self._servers.values())
+
     async def find(self, replica: ReplicaInfo, task: SessionTask) -> str:
         """Where a replica listens. Raises ReplicaLost."""
         if (server := self._servers.get(replica.replica_id)) is None:

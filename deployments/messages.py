@@ -435,13 +435,3 @@ class Locate:
 
 MOVED = "moved"
 """The outcome of a part that a replica gave up. Its KV cache stays there, for another replica to take."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionReport:
-    """A replica's report of its part when it is over. `outcome`: `finished`, `expired` or `MOVED`."""
-
-    session_id: str
-    replica_id: str
-    outcome: str
-    output_tokens: int = 0

@@ -32,9 +32,9 @@ from deployments.cluster.session import (
     Session,
     StartDecode,
 )
-from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import Timings
 from deployments.errors import HandoffFailed, ReplicaGone, ReplicaLost, SessionError
+from deployments.host.tasks import OwnTasks
 from deployments.host.waits import Stop, set_within
 from deployments.manager import calls
 from deployments.manager.calls import Manager
@@ -55,8 +55,8 @@ from deployments.policy.admission.retry_budget import RETRY_BUDGET
 class Means:
     """What all attempts of one core work with.
 
-    `handoff`: how the engines move a split session's KV cache.
-    `block_size`: tokens per KV block. `running`: the attempts, by the request id that engines know them by.
+    `handoff`: how the engines move a split session's KV cache. `block_size`: tokens per KV block. `running`: the
+    attempts, by the request id that engines know them by.
     """
 
     manager: Manager

@@ -25,9 +25,9 @@ from deployments.cluster.open_session import OpenSession
 from deployments.cluster.port import Replicas
 from deployments.cluster.recovery import Limits, Recovery
 from deployments.cluster.silence import SilenceWatch
-from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.errors import SessionError
+from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import Manager
 from deployments.messages import Handoff
 

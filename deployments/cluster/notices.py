@@ -11,9 +11,9 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import Timings
 from deployments.errors import Unavailable
+from deployments.host.tasks import OwnTasks
 from deployments.manager import calls
 from deployments.manager.calls import Manager
 from deployments.messages import Placement

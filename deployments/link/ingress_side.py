@@ -7,14 +7,13 @@ part that is open on it, at once: that is how an ingress learns of a replica's d
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from deployments.errors import ReplicaLost
+from deployments.host.tasks import OwnTasks
 from deployments.link import wire
-from deployments.link.replica_side import LOOKS
 from deployments.messages import ReplicaInfo, SessionTask
 from deployments.sealed_connection import Connection, Seal, connect
 from transfer.control.seal import BadMessage
@@ -32,7 +31,7 @@ class Part(Protocol):
     """What is told of a part that has begun: its end, once; nothing after it was cancelled."""
 
     def ended(self, outcome: str) -> None:
-        """The replica has ended it. `outcome`: as in `SessionReport`. Its last outputs have been taken."""
+        """The replica has ended it. `outcome`: `finished`, `expired` or `MOVED`. Its last outputs have been taken."""
 
     def lost(self, error: ReplicaLost) -> None:
         """The replica cannot be found or reached, has gone, or has failed."""
@@ -49,8 +48,8 @@ class Links:
         self._links: dict[str, _Link] = {}
         self._take: Take = lambda replica_id, frames: None
         # Ray cancels what was called in a client's context when that client goes; a connection serves all clients.
-        self._context = contextvars.copy_context()
-        self._beating = asyncio.create_task(self._beat(), name="baton-beat")
+        self._tasks = OwnTasks()
+        self._tasks.own(self._beat(), "beat")
 
     def listen(self, take: Take) -> None:
         """Give all outputs to `take`."""
@@ -63,14 +62,12 @@ class Links:
         link = self._links.get(replica.replica_id)
         if link is None or link.is_over:
             link = self._links[replica.replica_id] = _Link(self._seal, replica.replica_id, self._take)
-            link.connecting = asyncio.create_task(
-                self._connect(link, replica, task), name="baton-connect", context=self._context.copy()
-            )
+            self._tasks.own(self._connect(link, replica, task), "connect")
         return link.begin(task, part)
 
     def close(self) -> None:
         """Close every connection; idempotent. Parts that are open are told nothing."""
-        self._beating.cancel()
+        self._tasks.cancel()
         for link in self._links.values():
             link.let_go()
         self._links.clear()
@@ -85,14 +82,14 @@ class Links:
             link.lose(ReplicaLost(f"replica {replica.replica_id} was not reached within {CONNECT_S:g} s"))
         except OSError as error:
             link.lose(ReplicaLost(f"replica {replica.replica_id} cannot be reached: {error}"))
-        except BaseException:
+        except Exception:
             link.lose(ReplicaLost(f"replica {replica.replica_id} was not reached"))
             raise
 
     async def _beat(self) -> None:
         """Give every replica a sign of life in time."""
         while True:
-            await asyncio.sleep(self._lease_s / LOOKS)
+            await asyncio.sleep(self._lease_s / wire.LOOKS)
             self._links = {replica_id: link for replica_id, link in self._links.items() if not link.is_over}
             for link in self._links.values():
                 link.beat()
@@ -100,8 +97,6 @@ class Links:
 
 class _Link(Connection[wire.AnyMessage | wire.Unknown]):
     """The connection to one replica. Until it is made, parts wait in it. `is_over`: it takes no parts any more."""
-
-    connecting: asyncio.Task[None] | None = None
 
     def __init__(self, seal: Seal, replica_id: str, take: Take) -> None:
         super().__init__(seal, wire.message_of, f"replica {replica_id}")
@@ -182,11 +177,9 @@ class _Link(Connection[wire.AnyMessage | wire.Unknown]):
             part.lost(error)
 
     def let_go(self) -> None:
-        """Close the connection, or stop making it, and tell no part."""
+        """Close the connection, and tell no part."""
         was_up, self.is_over, self._is_up = self._is_up, True, False
         self._parts.clear()
         self._waiting.clear()
-        if self.connecting is not None:
-            self.connecting.cancel()
         if was_up:
             self.close()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from deployments.engine.protocol import EngineError
+from deployments.host.tasks import OwnTasks
 from deployments.link import wire
-from deployments.messages import SessionReport, SessionTask
+from deployments.messages import SessionTask
 from deployments.sealed_connection import Connection, Seal, address_of
 from transfer.control.seal import BadMessage
 
@@ -22,8 +22,6 @@ logger = logging.getLogger("baton.link")
 
 BACKLOG_BYTES = 64 * 1024 * 1024
 """The most bytes that wait for an ingress to read them; then the ingress counts as gone."""
-LOOKS = 4
-"""How often in a lease an ingress gives a sign of life, and a replica looks for one."""
 
 
 class Ingress(Protocol):
@@ -39,7 +37,7 @@ class Ingress(Protocol):
 class Runs(Protocol):
     """What runs the parts; see `replica.Replica`."""
 
-    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> SessionReport: ...
+    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> str: ...
 
     def orphan(self, ingress: Ingress) -> None: ...
 
@@ -54,6 +52,7 @@ class LinkServer:
         self._runs, self._seal, self._lease_s = runs, wire.seal(secret), lease_s
         self._links: set[_Link] = set()
         self._server: asyncio.Server | None = None
+        self._tasks = OwnTasks()
         self._watching: asyncio.Task[None] | None = None
         self.address = ""
 
@@ -61,7 +60,7 @@ class LinkServer:
         """Listen on a free port of `host`."""
         self._server = await asyncio.get_running_loop().create_server(self._link, host, 0)
         self.address = address_of(self._server, host)
-        self._watching = asyncio.create_task(self._watch(), name="baton-lease")
+        self._watching = self._tasks.own(self._watch(), "lease")
 
     @property
     def links(self) -> int:
@@ -78,44 +77,48 @@ class LinkServer:
             link.close()
 
     def _link(self) -> _Link:
-        return _Link(self._runs, self._seal, self._links)
+        return _Link(self._runs, self._seal, self._links, self._tasks)
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / LOOKS)
+            await asyncio.sleep(self._lease_s / wire.LOOKS)
             for link in tuple(self._links):
-                link.end_if_silent(self._lease_s)
+                link.look()
 
 
 class _Link(Connection[wire.AnyMessage | wire.Unknown]):
-    """The connection to one ingress. `links`: all that are open."""
+    """The connection to one ingress. `links`: all that are open. `tasks`: owns the parts."""
 
-    def __init__(self, runs: Runs, seal: Seal, links: set[_Link]) -> None:
+    def __init__(self, runs: Runs, seal: Seal, links: set[_Link], tasks: OwnTasks) -> None:
         super().__init__(seal, wire.message_of, "an ingress")
-        self._runs, self._links = runs, links
+        self._runs, self._links, self._tasks = runs, links, tasks
         self._parts: dict[int, asyncio.Task[None]] = {}
-        self._heard_s = time.monotonic()
+        self._quiet_looks = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._links.add(self)
 
-    def end_if_silent(self, lease_s: float) -> None:
-        """Break the connection when nothing has come over it for a lease."""
-        if time.monotonic() - self._heard_s > lease_s:
-            logger.warning("an ingress has been silent for %g s", lease_s)
+    def look(self) -> None:
+        """Break the connection when nothing has come over it for a lease.
+
+        Looks are counted, and not seconds: a process that stood still hears first what has come in the meantime.
+        """
+        self._quiet_looks += 1
+        if self._quiet_looks > wire.LOOKS:
+            logger.warning("an ingress has been silent for a lease")
             self._transport.abort()
 
     # ---- from the ingress
 
     def take(self, message: wire.AnyMessage | wire.Unknown) -> None:
-        self._heard_s = time.monotonic()
+        self._quiet_looks = 0
         match message:
             case wire.Begin(number, task):
                 if number in self._parts:
                     raise BadMessage(f"there is a part {number} already")
-                part = self._parts[number] = asyncio.create_task(self._run(number, task), name="baton-part")
-                part.add_done_callback(lambda ended: self._ended(number, ended))
+                part = self._parts[number] = self._tasks.own(self._run(number, task), "part")
+                part.add_done_callback(lambda _: self._parts.pop(number, None))
             case wire.Cancel(number):
                 if (running := self._parts.get(number)) is not None:
                     running.cancel()
@@ -128,17 +131,15 @@ class _Link(Connection[wire.AnyMessage | wire.Unknown]):
 
     async def _run(self, number: int, task: SessionTask) -> None:
         try:
-            report = await self._runs.run(task, self, number)
+            outcome = await self._runs.run(task, self, number)
+        except EngineError as error:
+            self.send(wire.Failed(number, str(error)))
         except Exception as error:
-            self.send(wire.Failed(number, str(error) if isinstance(error, EngineError) else repr(error)))
+            self.send(wire.Failed(number, repr(error)))
             raise
-        if report.outcome != "finished":  # the last outputs have said that
-            self.send(wire.Ended(number, report.outcome))
-
-    def _ended(self, number: int, part: asyncio.Task[None]) -> None:
-        self._parts.pop(number, None)
-        if not part.cancelled() and (error := part.exception()) is not None and not isinstance(error, EngineError):
-            logger.error("a part ended: %r", error, exc_info=error)
+        else:
+            if outcome != "finished":  # the last outputs have said that
+                self.send(wire.Ended(number, outcome))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._links.discard(self)

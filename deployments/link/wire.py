@@ -15,6 +15,8 @@ from transfer.control.seal import SealOf
 MAX_BYTES = 256 * 1024 * 1024
 """The largest size of a message. The largest are requests with images, and steps with many log probabilities."""
 _PURPOSE = b"session-link"
+LOOKS = 4
+"""How often in a lease an ingress gives a sign of life, and a replica looks for one."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -48,7 +50,7 @@ class Outputs(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """A part has ended in another way than with its last output. `outcome`: as in `SessionReport`."""
+    """A part has ended in another way than with its last output. `outcome`: `expired` or `MOVED`."""
 
     outcome: str
 

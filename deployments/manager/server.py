@@ -94,9 +94,9 @@ class _Connection(Connection[wire.AnyMessage | wire.Unknown]):
             case _:
                 raise BadMessage(f"a caller does not say {type(message).__name__}")
 
-    async def _answer(self, number: int, packed: msgspec.Raw) -> None:
+    async def _answer(self, number: int, body: msgspec.Raw) -> None:
         try:
-            answer = wire.packed_answer(await self._server.manager.ask(wire.call_of(packed)))
+            answer = wire.packed_answer(await self._server.manager.ask(wire.call_of(body)))
         except Exception as error:  # noqa: BLE001 - the caller hears of it
             self.send(wire.Failed(number, f"{type(error).__name__}: {error}"))
         else:

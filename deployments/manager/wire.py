@@ -96,10 +96,10 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
 }
 
 
-def call_of(packed: msgspec.Raw) -> AnyCall:
+def call_of(body: msgspec.Raw) -> AnyCall:
     """The call. Raises BadMessage when this version knows no such call."""
     try:
-        return cast(AnyCall, _CALLS.decode(packed))
+        return cast(AnyCall, _CALLS.decode(body))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadMessage(f"no call of this version: {error}") from error
 
@@ -114,10 +114,10 @@ def packed_answer(answer: Answer) -> msgspec.Raw:
     return packed(on_wire)
 
 
-def answer_of(call: Call[A], packed: msgspec.Raw) -> A:
+def answer_of(call: Call[A], body: msgspec.Raw) -> A:
     """The answer to this call. Raises BadMessage when this version knows no such answer."""
     try:
-        answer = _ANSWERS[type(call)].decode(packed)
+        answer = _ANSWERS[type(call)].decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadMessage(f"no answer of this version to {type(call).__name__}: {error}") from error
     if isinstance(answer, Placed):

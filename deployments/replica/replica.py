@@ -15,7 +15,7 @@ from configs.schema import PlacementConfig
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, Identity, Output, Step
 from deployments.link.replica_side import Ingress
 from deployments.manager.calls import Manager
-from deployments.messages import Phase, ReplicaInfo, SessionReport, SessionTask
+from deployments.messages import Phase, ReplicaInfo, SessionTask
 from deployments.replica.lifecycle import Lifecycle
 from deployments.replica.parts import Part, Parts
 from deployments.replica.peers import Introductions
@@ -72,11 +72,11 @@ class Replica:
             self._reporter.tell(urgently=True)
             self._parts.fail(f"the replica failed: {error}")
 
-    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> SessionReport:
-        """Run one session's part, until the engine is done with it. Cancelling this aborts the request.
+    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> str:
+        """Run one session's part, until the engine is done with it: `finished`, `expired` or `MOVED`.
 
-        `ingress`: gets the outputs, step by step. `number`: what it calls the part. Raises EngineError when the engine
-        dies or the ingress is gone.
+        Cancelling this aborts the request. `ingress`: gets the outputs, step by step. `number`: what it calls the part.
+        Raises EngineError when the engine dies or the ingress is gone.
         """
         self._life.refuse_if_failed()
         if not self._life.serves:
@@ -99,7 +99,7 @@ class Replica:
             self._reporter.tell(urgently=self._parts.is_log_filling)
             if outcome != "finished" and self._life.serves:
                 await asyncio.shield(self._engine.abort([task.request_id]))
-        return SessionReport(task.session_id, self._identity.replica_id, outcome, part.output_tokens)
+        return outcome
 
     async def _outcome(self, part: Part) -> str:
         await self._engine.add(part.task.request)

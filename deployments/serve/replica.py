@@ -15,6 +15,7 @@ from configs.schema import BatonConfig, role_of
 from deployments.engine.build import build_engine
 from deployments.engine.protocol import EngineError, Identity
 from deployments.host.garbage import starting
+from deployments.host.tasks import OwnTasks
 from deployments.link.replica_side import LinkServer
 from deployments.messages import Locate, Role
 from deployments.replica.drain import drain
@@ -32,9 +33,9 @@ class ServeReplica:
     """A replica of one pool. Serve shows the deployment as starting until the engine is loaded."""
 
     _drained: asyncio.Task[None] | None = None
-    _published: asyncio.Task[None] | None = None
 
     async def __init__(self, config: dict[str, Any], pool: str, manager: DeploymentHandle) -> None:  # type: ignore[misc]
+        self._tasks = OwnTasks()
         baton = BatonConfig.model_validate(config)
         identity = Identity(
             replica_id=serve.get_replica_context().replica_id.unique_id,
@@ -53,7 +54,7 @@ class ServeReplica:
             await self._links.start(identity.host)
             await self._replica.start()
         self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
-        self._published = asyncio.create_task(publish(self._replica), name="baton-metrics")
+        self._tasks.own(publish(self._replica), "metrics")
 
     async def _drain(self, timeout_s: float) -> None:
         """Drain, then end what is still open while Serve waits for it: so it fails at once, and is not cut off."""
@@ -68,6 +69,7 @@ class ServeReplica:
     async def _stop(self) -> None:
         await self._replica.stop()
         self._links.close()
+        self._tasks.cancel()
 
     async def address(self, asked: Locate) -> str:
         """Where ingresses connect to this replica, to run sessions on it."""
@@ -95,6 +97,4 @@ class ServeReplica:
             await self._drained
         else:
             await self._stop()
-        if self._published is not None:
-            self._published.cancel()
         self._manager.shutdown()

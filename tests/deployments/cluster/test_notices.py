@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from deployments.cluster.notices import Notices
-from deployments.cluster.tasks import OwnTasks
 from deployments.cluster.timings import Timings
 from deployments.errors import Unavailable
+from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import Call, Close, Lost, PrefillDone, Silent, Withdraw
 from deployments.messages import Mode, Placement, ReplicaInfo, Role
 

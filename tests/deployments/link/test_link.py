@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from deployments.errors import ReplicaGone, ReplicaLost
 from deployments.link import ingress_side, replica_side, wire
 from deployments.link.ingress_side import Links
 from deployments.link.replica_side import Ingress, LinkServer
-from deployments.messages import MOVED, ReplicaInfo, Reservation, Role, SessionReport, SessionTask
+from deployments.messages import MOVED, ReplicaInfo, Reservation, Role, SessionTask
 from deployments.sealed_connection import connect, framed, packed
 from transfer.control.seal import BadMessage
 
@@ -51,7 +52,7 @@ class Runs:
         self.all: list[Run] = []
         self.begun = asyncio.Event()
 
-    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> SessionReport:
+    async def run(self, task: SessionTask, ingress: Ingress, number: int) -> str:
         run = Run(task, ingress, number)
         self.all.append(run)
         self.begun.set()
@@ -60,7 +61,7 @@ class Runs:
         except asyncio.CancelledError:
             run.cancelled.set()
             raise
-        return SessionReport(task.session_id, "p0", outcome)
+        return outcome
 
     def orphan(self, ingress: Ingress) -> None:
         for run in self.all:
@@ -281,7 +282,15 @@ async def test_an_ingress_that_is_silent_is_gone_after_its_lease(stage: Stage) -
     silent.close()
 
 
-async def test_who_connects_and_says_nothing_is_cut_off(stage: Stage) -> None:
+async def test_an_ingress_is_gone_after_looks_and_not_after_seconds(stage: Stage) -> None:
+    """A replica that stood still looks late, and hears then what has come in the meantime."""
+    _, _, run = await stage.begun()
+    time.sleep(2 * LEASE_S)  # noqa: ASYNC251
+    await asyncio.sleep(LEASE_S / 2)
+    assert not run.over.done()
+
+
+async def test_a_peer_that_says_nothing_is_cut_off(stage: Stage) -> None:
     host, _, port = stage.server.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
@@ -320,7 +329,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("said", HOSTILE.values(), ids=HOSTILE)
-async def test_who_says_what_no_ingress_says_is_cut_off_and_others_go_on(stage: Stage, said: bytes) -> None:
+async def test_a_peer_that_says_what_no_ingress_says_is_cut_off_and_others_go_on(stage: Stage, said: bytes) -> None:
     part, _, run = await stage.begun()
     host, _, port = stage.server.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -312,7 +312,7 @@ async def test_a_manager_that_is_not_found_in_time_is_unavailable(stage: Stage) 
             await client.ask(View(0.0))
 
 
-async def test_who_does_not_know_the_secret_is_cut_off_and_others_go_on(stage: Stage) -> None:
+async def test_a_peer_without_the_secret_is_cut_off_and_others_go_on(stage: Stage) -> None:
     client, stranger = stage.client(), stage.client("another secret")
     await client.ask(View(0.0))
     with pytest.raises(Unavailable, match="has gone"):
@@ -336,7 +336,7 @@ def sealed(message: wire.AnyMessage) -> bytes:
     ],
     ids=["another protocol", "longer than any", "empty", "what only a manager says", "no message"],
 )
-async def test_who_says_what_no_caller_says_is_cut_off(stage: Stage, said: bytes) -> None:
+async def test_a_peer_that_says_what_no_caller_says_is_cut_off(stage: Stage, said: bytes) -> None:
     host, _, port = stage.servers[0].address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(said)

@@ -20,7 +20,6 @@ from deployments.messages import (
     ReportAnswer,
     Reservation,
     Role,
-    SessionReport,
     SessionTask,
     StepSample,
 )
@@ -171,7 +170,7 @@ class Fixture:
         movable = changes.get("movable", False)
         return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, timeout_s, 30, reserved, movable)
 
-    async def run(self, request_id: str = "a", ingress: Ingress | None = None, **changes: Any) -> SessionReport:
+    async def run(self, request_id: str = "a", ingress: Ingress | None = None, **changes: Any) -> str:
         """Run a part, numbered from 1."""
         return await self.replica.run(self.task(request_id, **changes), ingress or self.ingress, next(self._numbers))
 

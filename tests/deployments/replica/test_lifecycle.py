@@ -46,7 +46,7 @@ async def test_a_replica_is_ready_before_serve_knows_of_it(idle: Fixture) -> Non
     idle.manager.held.clear()
     await asyncio.wait_for(starting, WAIT_S)
     idle.engine.put(("a", 1, True))
-    assert (await run).outcome == "finished"
+    assert await run == "finished"
     await idle.manager.until(lambda snapshot: not snapshot.is_starting)
 
 

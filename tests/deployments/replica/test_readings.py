@@ -16,7 +16,7 @@ async def test_an_idle_engine_uses_nothing_even_if_its_last_step_said_so(up: Fix
     run = asyncio.create_task(up.run("a"))
     await until(lambda: bool(up.engine.added))
     up.engine.put(("a", 1, True), used_blocks=40, running=1)
-    assert (await asyncio.wait_for(run, WAIT_S)).outcome == "finished"
+    assert await asyncio.wait_for(run, WAIT_S) == "finished"
     idle = await up.manager.until(lambda snapshot: not snapshot.sessions and not snapshot.used_blocks)
     assert (idle.running, idle.waiting) == (0, 0)
 

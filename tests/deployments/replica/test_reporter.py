@@ -86,7 +86,7 @@ async def test_it_reports_no_more_often_than_the_manager_lets_it(seldom: Fixture
     count = len(seldom.manager.snapshots)
     run = await seldom.begin("a")
     seldom.engine.put(("a", 1, True), counters={"n": 2})
-    assert (await asyncio.wait_for(run, WAIT_S)).outcome == "finished"
+    assert await asyncio.wait_for(run, WAIT_S) == "finished"
     await asyncio.sleep(0.05)
     assert len(seldom.manager.snapshots) == count
 
@@ -137,7 +137,7 @@ async def test_it_lets_go_what_the_manager_says_and_tells_it_what_its_sessions_h
     assert told.movable == {"s-a"}
     up.manager.move = ("s-a", "s-b")
     up.engine.put(("b", 1, False))
-    assert (await asyncio.wait_for(runs[0], WAIT_S)).outcome == MOVED
+    assert await asyncio.wait_for(runs[0], WAIT_S) == MOVED
     await up.manager.until(lambda snapshot: snapshot.sessions == ("s-b",))
     up.engine.put(("b", 1, True))
     await asyncio.wait_for(runs[1], WAIT_S)

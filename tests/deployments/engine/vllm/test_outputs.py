@@ -1,4 +1,4 @@
-"""Outputs that a replica passes on are those that the engine gave, whatever is in them."""
+"""A replica passes on the outputs of its engine unchanged."""
 
 from __future__ import annotations
 

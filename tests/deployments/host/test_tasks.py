@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from deployments.cluster.tasks import OwnTasks
+from deployments.host.tasks import OwnTasks
 
 client: ContextVar[str] = ContextVar("client", default="")
 
@@ -38,7 +38,7 @@ async def test_an_error_is_logged_with_the_task_s_name_and_a_cancellation_is_not
         await asyncio.Event().wait()
 
     waiting = [tasks.own(waits(), "waits") for _ in range(2)]
-    with caplog.at_level(logging.ERROR, "baton.core"):
+    with caplog.at_level(logging.ERROR, "baton.tasks"):
         await asyncio.wait([tasks.own(fails(), "fails")])
         tasks.cancel()
         await asyncio.wait(waiting)

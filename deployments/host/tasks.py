@@ -1,4 +1,4 @@
-"""The cluster core's tasks. Each has an owner, and none ends unseen."""
+"""Tasks that have an owner. None ends unseen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-logger = logging.getLogger("baton.core")
+logger = logging.getLogger("baton.tasks")
 
 
 class OwnTasks:

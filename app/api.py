@@ -12,12 +12,14 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from app.bounds import Bounds
 from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.request_identity import request_context
 from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
+from deployments.errors import TooManyParts
 from deployments.manager.calls import Manager, Ready, Status
 
 REQUEST_ID = b"x-request-id"
@@ -31,6 +33,7 @@ class Gateway:
 
     `echo_request_id`: False where the proxy in front answers with the header itself, as Serve's does.
     `observe` is called with every request that reached the inner application, and its status.
+    `max_queued_requests`: how many may wait for a place; 0: any number.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
 
@@ -42,6 +45,7 @@ class Gateway:
         echo_request_id: bool = True,
         observe: Callable[[RequestContext, int], None] = lambda context, status: None,
         timings: Timings = TIMINGS,
+        max_queued_requests: int = 0,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner = inner
@@ -50,6 +54,7 @@ class Gateway:
         self._echo = echo_request_id
         self._observe = observe
         self._timings = timings
+        self._bounds = Bounds(config, max_queued_requests)
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,8 +98,10 @@ class Gateway:
             body = await _read_body(scope, receive, self._config.max_body_bytes, self._timings.body_s)
             if body is None:  # the client is gone: it left while it was sending
                 return
-            context = request_context(request_id, scope, body)
-        except RequestError as error:
+            context = request_context(request_id, scope, body, self._config.client_header)
+            context.most_parts = self._bounds.most_parts
+            parts = self._bounds.enter(context.client, body)
+        except (RequestError, TooManyParts) as error:
             refusal = answer(error)
             _count(self.counters["errors"], str(refusal.status))
             await respond(send, refusal)
@@ -105,6 +112,7 @@ class Gateway:
             await exchange.run(self._inner, _inner_scope(scope, request_id))
         finally:
             current.reset(token)
+            self._bounds.leave(context.client, parts)
             self._tally(context, exchange.status)
 
     def _tally(self, context: RequestContext, status: int) -> None:

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.errors import (
+    EndsEngines,
+    EngineFault,
     HandoffFailed,
     Moved,
     NeverFits,
     Overloaded,
+    ReplicaCrashed,
     ReplicaGone,
     ReplicaLost,
+    RequestFault,
     SessionError,
     SessionTimeout,
+    TooManyParts,
     Unavailable,
     UnknownClass,
 )
@@ -36,27 +41,40 @@ class HeaderTooLong(RequestError):
     """A header that Baton reads is longer than its longest valid value."""
 
 
+class TooManyForClient(RequestError):
+    """The client has as many answers open as one client may have."""
+
+
 class MethodNotAllowed(RequestError):
     """One of Baton's own routes was called with another method than GET."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `code` and `retry_after_s` (seconds) are used where the exception has none of its own."""
+    """One row of the table. `code` and `retry_after_s` (seconds) are used where the exception has none of its own.
+
+    `retried`: False where clients that retry such a status are told not to.
+    """
 
     status: int
     type: str
     code: str
     retry_after_s: float | None = None
+    retried: bool = True
 
 
 # The row of the exception's most specific class applies, along its MRO. OpenAI's client retries 408, 429 and 5xx.
 TABLE: dict[type[Exception], Row] = {
     NeverFits: Row(400, "invalid_request_error", "context_length_exceeded"),
     UnknownClass: Row(400, "invalid_request_error", "unknown_class"),
+    TooManyParts: Row(400, "invalid_request_error", "too_many_parts"),
+    RequestFault: Row(400, "invalid_request_error", "request_refused"),
+    EndsEngines: Row(400, "invalid_request_error", "ends_engines"),
+    EngineFault: Row(500, "server_error", "engine_error", retried=False),
     Overloaded: Row(429, "rate_limit_error", "overloaded", retry_after_s=1.0),
     Unavailable: Row(503, "service_unavailable_error", "no_replica_available", retry_after_s=5.0),
     ReplicaLost: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
+    ReplicaCrashed: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     ReplicaGone: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     Moved: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     HandoffFailed: Row(503, "service_unavailable_error", "handoff_failed", retry_after_s=1.0),
@@ -65,6 +83,7 @@ TABLE: dict[type[Exception], Row] = {
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
     BodyTimeout: Row(408, "invalid_request_error", "body_timeout"),
     HeaderTooLong: Row(400, "invalid_request_error", "header_too_long"),
+    TooManyForClient: Row(429, "rate_limit_error", "too_many_for_client", retry_after_s=1.0),
     MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
 }
 _UNKNOWN = Row(500, "server_error", "internal_error")
@@ -93,6 +112,8 @@ def answer(error: Exception) -> Answer:
     retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if not row.retried:
+        headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
     return Answer(row.status, error_body(message, row.type, code), headers)
 
 

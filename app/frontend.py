@@ -149,7 +149,21 @@ async def build_server(config: BatonConfig, model_path: str, core: EngineCoreCli
         await init_app_state(llm, app.state, args, TASKS)
     # vLLM's error handler tells its uvicorn to exit when the frontend has died. Here `llm.errored` says so instead.
     app.state.server = SimpleNamespace(should_exit=False)
+    if config.ingress.default_max_tokens is not None:
+        _set_default_max_tokens(app, config.ingress.default_max_tokens)
     return llm, app
+
+
+def _set_default_max_tokens(app: FastAPI, tokens: int) -> None:
+    """vLLM's own option for this, `override_generation_config`, would be a limit for chats that ask for more."""
+    state = app.state
+    for serving in (
+        state.openai_serving_chat,
+        state.openai_serving_chat_batch,
+        state.openai_serving_responses,
+        state.anthropic_serving_messages,
+    ):
+        serving.default_sampling_params.setdefault("max_tokens", tokens)
 
 
 def frontend_config(config: BatonConfig, model_path: str) -> VllmConfig:

@@ -55,8 +55,8 @@ class Ingress:
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
         block_size = self._config.block_size
-        self._client = manager_client(self._manager_handle, self._config)
-        self._manager = StandIn(self._client, self._config)
+        self._client, self._control = (manager_client(self._manager_handle, self._config) for _ in range(2))
+        self._manager = StandIn(self._client, self._config, control=self._control)
         links = Links(self._pools.find, cluster_secret(self._config), placement.ingress_lease_s)
         core = ClusterCore(
             self._manager,
@@ -69,7 +69,14 @@ class Ingress:
         self._llm, server = await build_server(self._config, checkpoint(self._config), core)
         self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")
         # Serve's proxy answers with the request id itself.
-        gateway = Gateway(server, self._config.ingress, self._manager, echo_request_id=False, observe=self._count)
+        gateway = Gateway(
+            server,
+            self._config.ingress,
+            self._manager,
+            echo_request_id=False,
+            observe=self._count,
+            max_queued_requests=placement.max_queued_requests,
+        )
         gateway.counters["without_manager"] = self._manager.counters
         return gateway
 
@@ -99,4 +106,5 @@ class Ingress:
             llm.shutdown()
             self._manager.shutdown()
             self._client.shutdown()
+            self._control.shutdown()
             self._ended.cancel()

@@ -18,23 +18,33 @@ _CHAT = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", 
 _USER = re.compile(rb'"user"\s*:\s*("(?:[^"\\]|\\.){1,256}")')
 
 
-def request_context(request_id: str, scope: Scope, body: bytes) -> RequestContext:
+def request_context(request_id: str, scope: Scope, body: bytes, client_header: str | None = None) -> RequestContext:
     """The context of a request that goes to vLLM's server. Raises HeaderTooLong.
 
-    The client is known by its API key, of which only a hash is kept, or else by the body's `user`. A conversation is
-    named by `X-Session-Id`, or else by the same `user`.
+    The client is known by its API key, of which only a hash is kept, or else by its address: a client can make up any
+    other name. A conversation is named by `X-Session-Id`, or else by the body's `user`. `client_header`: the header in
+    which a trusted proxy gives the address.
     """
     headers: dict[bytes, bytes] = {name.lower(): value for name, value in reversed(scope["headers"])}
     session, priority = _text(headers, SESSION), _text(headers, PRIORITY)
     key = next((headers[name] for name in _KEYS if headers.get(name)), b"")
-    user = "" if session and key else _user(body)
+    client = f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else _address(scope, client_header)
     return RequestContext(
         request_id,
         priority=priority,
-        client=f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else user,
-        affinity=session or user,
+        client=client,
+        affinity=session or _user(body),
         chat=scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") in _CHAT,
     )
+
+
+def _address(scope: Scope, client_header: str | None) -> str:
+    """The address that a request comes from; "" where it is not known. The last of several is the proxy's own word."""
+    if client_header is None:
+        return str((scope.get("client") or ("",))[0])
+    name = client_header.lower().encode()
+    said = [value for key, value in scope["headers"] if key.lower() == name]
+    return said[-1].rsplit(b",", 1)[-1].strip().decode("latin-1")[:_MAX_HEADER] if said else ""
 
 
 def _text(headers: dict[bytes, bytes], name: bytes) -> str:

@@ -284,6 +284,17 @@ class IngressConfig(Section):
     """A larger request body is refused with 413."""
     max_ongoing_requests: int = Field(1024, gt=0)
     """Requests that Serve gives one ingress at once."""
+    max_parts: int = Field(256, gt=0)
+    """Answers that one request may ask for: `n` for each of its prompts. More than this, or than
+    `placement.max_queued_requests`, is refused whole with 400."""
+    max_client_parts: int = Field(1024, gt=0)
+    """Answers that one client may have open in one ingress; more are refused with 429. A client is an API key, or the
+    address that a request without a key comes from."""
+    client_header: str | None = None
+    """The header in which a proxy that you trust gives the client's address; of several addresses the last counts.
+    null: the connection's address. The launcher sets it for the proxy that it starts."""
+    default_max_tokens: int | None = Field(None, gt=0)
+    """The longest answer in tokens of a chat, message or response request that says none; null: the model's length."""
     drain_s: float = Field(60.0, gt=0)
     """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
     server_args: dict[str, Any] = Field({})

@@ -15,6 +15,22 @@ class UnknownClass(SessionError):
     """The request asks for a priority class that does not exist."""
 
 
+class TooManyParts(SessionError):
+    """The request would become more answers than one may have."""
+
+
+class RequestFault(SessionError):
+    """An engine refuses this request, as any other engine would."""
+
+
+class EndsEngines(RequestFault):
+    """Two engines have crashed with this request."""
+
+
+class EngineFault(SessionError):
+    """An engine ended the request with an error, and does not say that the request is to blame."""
+
+
 class Overloaded(SessionError):
     """There is no capacity now, or none that meets the request's class. `retry_after_s`: when to ask again.
 
@@ -39,6 +55,10 @@ class ReplicaLost(SessionError):
 
 class Moved(ReplicaLost):
     """A replica gave the session up and keeps its KV cache for the next one. No failure caused it."""
+
+
+class ReplicaCrashed(ReplicaLost):
+    """The replica's engine has crashed: it was not killed from outside."""
 
 
 class ReplicaGone(ReplicaLost):

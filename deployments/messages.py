@@ -261,6 +261,7 @@ class SessionRequest:
     before was lost, and for the first attempt. `least_epoch`: the placement gets this epoch or a higher one, also
     where the ledger does not know the session. `progressed`: the attempt before gave more than a first token, so this
     attempt does not repeat one that failed at once. `answered_tokens`: the end of the prompt that was answered before.
+    `digest`: equal requests have equal ones; 0: not known.
     """
 
     session_id: str
@@ -279,6 +280,7 @@ class SessionRequest:
     least_epoch: int = 1
     progressed: bool = False
     answered_tokens: int = 0
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +387,7 @@ class Reject:
     """The session is refused. `retry_after_s`: when to ask again; None: the request can never be served here.
 
     `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft`,
-    `predicted_tpot`, `unknown_class` or `manager_retires`; "" for any other.
+    `predicted_tpot`, `unknown_class`, `ends_engines` or `manager_retires`; "" for any other.
     """
 
     reason: str

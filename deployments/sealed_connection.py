@@ -20,6 +20,8 @@ from transfer.control.seal import BadMessage, SealOf
 logger = logging.getLogger("baton.connection")
 
 _LENGTH_BYTES = 4
+FIRST_BYTES = 4096
+"""The largest message from a peer that has not shown the seal yet."""
 SILENT_AFTER_S, PROBES = 4, 3
 """TCP probes a connection that was silent for `SILENT_AFTER_S` seconds, `PROBES` times. A dead host is found after some
 ten seconds."""
@@ -52,10 +54,10 @@ def framed(sealed: bytes) -> bytes:
 
 
 class Frames:
-    """Puts sealed messages together again from the bytes that come over a connection."""
+    """Puts sealed messages together again from the bytes that come over a connection. `most_bytes`: of a message."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -65,7 +67,7 @@ class Frames:
         try:
             while len(self._bytes) - at >= _LENGTH_BYTES:
                 length = int.from_bytes(self._bytes[at : at + _LENGTH_BYTES], "big")
-                if length > self._most_bytes:
+                if length > self.most_bytes:
                     raise BadMessage(f"a frame of {length} bytes")
                 end = at + _LENGTH_BYTES + length
                 if len(self._bytes) < end:
@@ -77,14 +79,23 @@ class Frames:
 
 
 class Connection(asyncio.Protocol, Generic[M]):
-    """One end of a connection: messages to bytes and back. A peer that sends an illegal message is cut off."""
+    """One end of a connection: messages to bytes and back. A peer that sends an illegal message is cut off.
+
+    The end that connects greets the other with a small message. The end that accepts takes no larger one before it has
+    seen the seal on it: what is not of the cluster cannot make it hold much.
+    """
 
     _transport: asyncio.Transport
 
-    def __init__(self, seal: Seal, message_of: Callable[[msgspec.Raw], M], peer: str) -> None:
-        """`message_of`: the message in a body; raises BadMessage. `peer`: what is at the other end, for the log."""
-        self._seal, self._message_of, self._peer = seal, message_of, peer
-        self._frames = Frames(seal.most_bytes)
+    def __init__(
+        self, seal: Seal, message_of: Callable[[msgspec.Raw], M], peer: str, greeting: Any | None = None
+    ) -> None:
+        """`message_of`: the message in a body; raises BadMessage. `peer`: what is at the other end, for the log.
+
+        `greeting`: the message that the end that connects sends first; None: this end accepts.
+        """
+        self._seal, self._message_of, self._peer, self._greeting = seal, message_of, peer, greeting
+        self._frames = Frames(FIRST_BYTES if greeting is None else seal.most_bytes)
 
     def take(self, message: M) -> None:
         """Take in a message. Raises BadMessage when the other side may not send such a message."""
@@ -102,11 +113,15 @@ class Connection(asyncio.Protocol, Generic[M]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         _tune(transport)
+        if self._greeting is not None:
+            self.send(self._greeting)
 
     def data_received(self, data: bytes) -> None:
         try:
             for frame in self._frames.feed(data):
-                self.take(self._message_of(self._seal.unpack(frame)))
+                body = self._seal.unpack(frame)
+                self._frames.most_bytes = self._seal.most_bytes
+                self.take(self._message_of(body))
         except BadMessage as error:
             logger.warning("%s was cut off: %s", self._peer, error)
             self.close()

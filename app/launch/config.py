@@ -77,6 +77,15 @@ def with_model(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
     return changed
 
 
+def with_client_header(config: Mapping[str, Any], header: str) -> dict[str, Any]:
+    """The same configuration, with the header in which our own proxy gives clients' addresses, unless it names one."""
+    changed = deepcopy(dict(config))
+    arguments = changed["applications"][0].get("args") or {}
+    arguments["ingress"] = {"client_header": header} | (arguments.get("ingress") or {})
+    changed["applications"][0]["args"] = arguments
+    return changed
+
+
 def base_url(config: Mapping[str, Any]) -> str:
     """Where a client on this machine reaches the application."""
     http = config["http_options"]

@@ -35,11 +35,14 @@ QUARANTINE_S = "150"
 # Serve lets HAProxy's statistics listen on every interface, and only their ports can be chosen. And with spliced
 # requests, HAProxy 2.8 often does not see that a client is gone before its answer begins, if the request's body came in
 # a packet of its own.
+CLIENT_HEADER = "x-forwarded-for"
+"""The header to which HAProxy adds a client's address, as the last."""
 _SCRIPT = """#!/bin/sh
-# HAProxy as Serve starts it, but that its statistics listen on {host} only and that it notices clients that leave.
+# HAProxy as Serve starts it, but that its statistics listen on {host} only, that it notices clients that leave, and
+# that it tells their addresses.
 for argument; do
   if [ "$previous" = -f ]; then
-    sed -i -E -e 's/^( *bind )[*]?:/\\1{host}:/' -e '/^ *option splice-request$/d' "$argument"
+    sed -i -E -e 's/^( *bind )[*]?:/\\1{host}:/' -e 's/^( *option )splice-request$/\\1forwardfor/' "$argument"
   fi
   previous=$argument
 done

@@ -28,9 +28,10 @@ from app.launch.config import (
     model_of,
     parse_address,
     stop_limit_s,
+    with_client_header,
     with_model,
 )
-from app.launch.haproxy import claim_ports, haproxy_environment
+from app.launch.haproxy import CLIENT_HEADER, claim_ports, haproxy_environment
 from app.launch.interrupts import Interrupts
 from app.launch.local_ray import LOOPBACK_ONLY, LocalRay
 from app.launch.model import prepare_model
@@ -63,6 +64,8 @@ class Launcher:
         config = load_config(self._options.config, self._options.port)
         own_ray = self._check_ports(config)
         config = with_model(config, prepare_model(model_of(config)))
+        if own_ray and self._options.proxy != "serve":
+            config = with_client_header(config, CLIENT_HEADER)
         written = _RUN_DIR / f"{os.getpid()}.yaml"
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(yaml.safe_dump(config, sort_keys=False))

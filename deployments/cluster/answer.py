@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from deployments.cluster.batch import Batch
-from deployments.cluster.engine_request import Remainder, is_seeded, remainder, traits
+from deployments.cluster.engine_request import Remainder, digest, is_seeded, remainder, session_request, traits
 from deployments.cluster.request_context import RequestContext
 from deployments.errors import SessionError
-from deployments.messages import Mode
+from deployments.messages import Handoff, Mode, SessionRequest
 from deployments.policy.placement.split import continuation_rule
 
 logger = logging.getLogger("baton.core")
@@ -28,11 +28,18 @@ class Answer:
     context: RequestContext | None
     batch: Batch
     sent: list[int] = field(default_factory=list)
+    _digest: int = 0
 
     @property
     def session_id(self) -> str:
         session_id: str = self.request.request_id
         return session_id
+
+    @property
+    def digest(self) -> int:
+        """Of the request, without its id."""
+        self._digest = self._digest or digest(self.request)
+        return self._digest
 
     @property
     def continuation_rule(self) -> str:
@@ -45,6 +52,10 @@ class Answer:
             self.context.seed_moved = True
         left = remainder(self.request, self.sent, number)
         return Remainder(number, left, tuple(self.sent), moved_from, after_progress)
+
+    def asks(self, left: Remainder, handoff: Handoff, block_size: int) -> SessionRequest:
+        """What an attempt asks the session manager."""
+        return session_request(left, self.context, handoff, block_size, self.session_id, self.digest)
 
     def note_placement(self, mode: Mode, rule: str) -> None:
         if self.context is not None:
@@ -61,8 +72,7 @@ class Answer:
         self.batch.add(output)
 
     def fail(self, error: SessionError) -> None:
-        """End the answer with an error."""
-        logger.warning("session %s failed: %s", self.session_id, error)
-        if self.context is not None and self.context.error is None:
-            self.context.error = error
+        """End the answer with an error, and with it the request's other answers."""
+        if self.context is None or self.context.fail(error):
+            logger.warning("session %s failed: %s", self.session_id, error)
         self.batch.add(EngineCoreOutput(self.session_id, [], finish_reason=FinishReason.ERROR))

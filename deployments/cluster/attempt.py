@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from deployments.cluster.answer import Answer
 from deployments.cluster.batch import Batch
-from deployments.cluster.engine_request import FINISH, Remainder, part, pushed, session_request
+from deployments.cluster.engine_request import FINISH, Remainder, part, pushed
 from deployments.cluster.notices import Notices
 from deployments.cluster.port import Replicas
 from deployments.cluster.refusal import refusal
@@ -33,22 +33,14 @@ from deployments.cluster.session import (
     StartDecode,
 )
 from deployments.cluster.timings import Timings
-from deployments.errors import HandoffFailed, ReplicaGone, ReplicaLost, SessionError
+from deployments.errors import HandoffFailed, ReplicaLost, RequestFault, SessionError
 from deployments.host.tasks import OwnTasks
 from deployments.host.waits import Stop, set_within
 from deployments.manager import calls
 from deployments.manager.calls import Manager
-from deployments.messages import (
-    MANAGER_RETIRES,
-    Handoff,
-    Mode,
-    Placement,
-    Reject,
-    ReplicaInfo,
-    Role,
-    SessionTask,
-)
+from deployments.messages import MANAGER_RETIRES, Handoff, Mode, Placement, Reject, ReplicaInfo, Role, SessionTask
 from deployments.policy.admission.retry_budget import RETRY_BUDGET
+from transfer.vllm.faults import FAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +105,8 @@ class Attempt:
 
     async def _place(self) -> None:
         """Ask the manager. There is no placement when the attempt is over before the manager answers."""
-        means, timings = self._means, self._means.timings
-        request = session_request(
-            self._left, self._answer.context, means.handoff, means.block_size, self._answer.session_id
-        )
+        means, timings, answer = self._means, self._means.timings, self._answer
+        request = answer.asks(self._left, means.handoff, means.block_size)
         give_up_s = time.monotonic() + timings.budget_wait_s
         while isinstance(decision := await self.over.unless_set(means.manager.ask(calls.Open(request))), Reject):
             if decision.code not in (RETRY_BUDGET, MANAGER_RETIRES) or time.monotonic() > give_up_s:
@@ -125,7 +115,7 @@ class Attempt:
         if decision is not None:
             self.placement = decision.placement
             self._roles = {replica.replica_id: role for role, replica in self._replicas()}
-            self._answer.note_placement(decision.placement.mode, request.rule)
+            answer.note_placement(decision.placement.mode, request.rule)
 
     # ---- begin
 
@@ -179,12 +169,10 @@ class Attempt:
         self._prefill_stats = prefilled.prefill_stats
         self._start(self.placement, Role.DECODE, prefilled.kv_transfer_params)
         timeout_s = self.placement.handoff_timeout_s
-        limit = asyncio.get_running_loop().call_later(timeout_s, self._pull_is_late, timeout_s)
-        self._parts.append(limit.cancel)
-        self._until_pulled.append(limit.cancel)
-
-    def _pull_is_late(self, timeout_s: float) -> None:
-        self._apply(self.session.lost(HandoffFailed(f"decode has not begun within {timeout_s:g} s of the prefill")))
+        late = HandoffFailed(f"decode has not begun within {timeout_s:g} s of the prefill")
+        limit = asyncio.get_running_loop().call_later(timeout_s, lambda: self._apply(self.session.lost(late)))
+        for ends in (self._parts, self._until_pulled):
+            ends.append(limit.cancel)
 
     # ---- take
 
@@ -204,7 +192,8 @@ class Attempt:
         elif role is Role.DECODE and self.placement.prefill is not None and output.prefill_stats is not None:
             output.prefill_stats = self._prefill_stats  # prefill's counts are the request's
         finish = None if output.finish_reason is None else FINISH[output.finish_reason]
-        self._carry_out(self.session.output(role, output, finish))
+        fault = (output.trace_headers or {}).get(FAULT, "")
+        self._carry_out(self.session.output(role, output, finish, fault))
 
     def running_on(self) -> list[tuple[Role, ReplicaInfo]]:
         """The replicas that it runs on; none when it is over."""
@@ -235,8 +224,7 @@ class Attempt:
 
     def part_lost(self, role: Role, replica_id: str, error: ReplicaLost) -> None:
         """A replica cannot be reached, has gone or has failed."""
-        notice = self._means.notices.replica_lost(replica_id, isinstance(error, ReplicaGone))
-        self.replica_lost(role, str(error), notice)
+        self.replica_lost(role, str(error), self._means.notices.replica_lost(replica_id, error))
 
     async def end(self) -> None:
         """End what is still open of a lost attempt, and release what was reserved for it."""
@@ -299,3 +287,6 @@ class _Part:
 
     def lost(self, error: ReplicaLost) -> None:
         self._attempt.part_lost(self._role, self._replica_id, error)
+
+    def refused(self, error: RequestFault) -> None:
+        self._attempt.fail(error)

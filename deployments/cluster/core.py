@@ -24,9 +24,10 @@ from deployments.cluster.notices import Notices
 from deployments.cluster.open_session import OpenSession
 from deployments.cluster.port import Replicas
 from deployments.cluster.recovery import Limits, Recovery
+from deployments.cluster.request_context import RequestContext
 from deployments.cluster.silence import SilenceWatch
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
-from deployments.errors import SessionError
+from deployments.errors import SessionError, TooManyParts
 from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import Manager
 from deployments.messages import Handoff
@@ -72,12 +73,13 @@ class ClusterCore(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Begin a session and return at once. The answer or the error comes as outputs."""
-        answer = Answer(request, request_context.current.get(), self._batch)
+        context = request_context.current.get()
+        answer = Answer(request, context, self._batch)
         recovery = Recovery(self._limits, self._timings)
         session = self._open[request.request_id] = OpenSession(answer, self._means, recovery, self._session_timeout_s)
-        if self._refusal is not None:
-            session.refuse(self._refusal)
-        self._tasks.own(self._serve(request.request_id, session), f"session-{request.request_id}")
+        if refusal := self._refusal or _enter(session, answer, context):
+            session.refuse(refusal)
+        self._tasks.own(self._serve(answer, session), f"session-{request.request_id}")
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -94,7 +96,7 @@ class ClusterCore(EngineCoreClient):
     def end_all(self, error: SessionError) -> None:
         """Fail every open session: this process ends soon."""
         for session in list(self._open.values()):
-            session.now.fail(error)
+            session.fail(error)
 
     def refuse(self, error: SessionError) -> None:
         """Place nothing any more: a session that waits for a place, or would wait later, fails with the error.
@@ -112,11 +114,14 @@ class ClusterCore(EngineCoreClient):
 
     # ---- sessions
 
-    async def _serve(self, request_id: str, session: OpenSession) -> None:
+    async def _serve(self, answer: Answer, session: OpenSession) -> None:
+        request_id = answer.session_id
         try:
             await session.serve()
         finally:
             self._open.pop(request_id, None)
+            if answer.context is not None:
+                answer.context.parts.pop(request_id, None)
             session.end()
 
     # ---- outputs
@@ -132,3 +137,15 @@ class ClusterCore(EngineCoreClient):
             if attempt := self._means.running.get(output.request_id):
                 attempt.take(replica_id, output)
         self._batch.flush()
+
+
+def _enter(session: OpenSession, answer: Answer, context: RequestContext | None) -> SessionError | None:
+    """Count a session as its request's, or say why it is refused."""
+    if context is None:
+        return None
+    if context.error is not None:
+        return context.error
+    context.parts[answer.session_id] = session
+    if context.most_parts and len(context.parts) > context.most_parts:
+        return TooManyParts(f"the request would become more than {context.most_parts} answers")
+    return None

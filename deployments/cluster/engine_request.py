@@ -6,6 +6,8 @@ This file imports vllm.
 from __future__ import annotations
 
 import copy
+import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +47,9 @@ class Remainder:
 
 
 def session_request(
-    left: Remainder, context: RequestContext | None, handoff: Handoff, block_size: int, session_id: str
+    left: Remainder, context: RequestContext | None, handoff: Handoff, block_size: int, session_id: str, digest: int = 0
 ) -> SessionRequest:
-    """The request to place a session. Tokens that were answered before are computed like a prompt."""
+    """The request to place a session. Tokens that were answered before are computed like a prompt. `digest`: of it."""
     request = left.request
     what = traits(request, len(left.answered))
     allowed, rule = split_rule(what, handoff)
@@ -69,6 +71,7 @@ def session_request(
         moved_from=left.moved_from,
         progressed=left.after_progress,
         answered_tokens=len(left.answered),
+        digest=digest,
     )
 
 
@@ -91,6 +94,16 @@ def traits(request: EngineCoreRequest, answered_tokens: int = 0) -> RequestTrait
         has_embeds_or_multimodal=bool(request.mm_features) or request.prompt_embeds is not None,
         lora=request.lora_request is not None,
     )
+
+
+def digest(request: EngineCoreRequest) -> int:
+    """Equal for requests that ask engines for the same: 64 bits of a hash of the prompt and the parameters."""
+    what = hashlib.blake2b(digest_size=8)
+    what.update(array("q", request.prompt_token_ids or ()).tobytes())
+    for feature in request.mm_features or ():
+        what.update(feature.identifier.encode())
+    what.update(repr(request.sampling_params).encode())
+    return int.from_bytes(what.digest(), "big")
 
 
 def is_seeded(request: EngineCoreRequest) -> bool:

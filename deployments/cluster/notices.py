@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from deployments.cluster.timings import Timings
-from deployments.errors import Unavailable
+from deployments.errors import ReplicaCrashed, ReplicaGone, ReplicaLost, Unavailable
 from deployments.host.tasks import OwnTasks
 from deployments.manager import calls
 from deployments.manager.calls import Manager
@@ -32,9 +32,10 @@ class Notices:
         told = self._manager.ask(calls.PrefillDone(placement.session_id, placement.epoch))
         self._tasks.own(self._tell(told), "prefill-done")
 
-    def replica_lost(self, replica_id: str, gone: bool = False) -> asyncio.Task[None]:
-        """A replica does not answer. `gone`: Serve has taken it out. Await the task before placing again."""
-        return self._tasks.own(self._tell(self._manager.ask(calls.Lost(replica_id, gone))), "lost")
+    def replica_lost(self, replica_id: str, why: ReplicaLost | None = None) -> asyncio.Task[None]:
+        """A replica does not answer. `why`, where it is known. Await the task before placing again."""
+        lost = calls.Lost(replica_id, isinstance(why, ReplicaGone), isinstance(why, ReplicaCrashed))
+        return self._tasks.own(self._tell(self._manager.ask(lost)), "lost")
 
     async def close(self, placement: Placement, outcome: str, output_tokens: int, ended: bool) -> None:
         """A placement is over, and its reservations can be released.

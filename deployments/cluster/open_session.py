@@ -43,6 +43,10 @@ class OpenSession:
             self.now.fail(internal(error))
             raise
 
+    def fail(self, error: SessionError) -> None:
+        """End the session with an error, unless it is over."""
+        self.now.fail(error)
+
     def refuse(self, error: SessionError) -> None:
         """Place the session no more: if it waits for a place it fails, and if it runs it goes on."""
         self._refusal = error

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deployments.cluster.timings import Timings
-from deployments.errors import Moved, SessionError
+from deployments.errors import EngineFault, Moved, SessionError
+
+ENGINES_ASKED = 2
+"""After errors of so many engines, which say nothing of the request, the request counts as their cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,14 @@ class Fail:
 
 @dataclass(slots=True)
 class Recovery:
-    """Counts the placements of one session. `losses`: placements lost in a row."""
+    """Counts the placements of one session. `losses`: placements lost in a row. `faults`: errors of engines."""
 
     limits: Limits
     timings: Timings
     placements: int = 0
     moves: int = 0
     losses: int = 0
+    faults: int = 0
 
     def ended(self, error: SessionError, progressed: bool, answered: bool, rule: str, moved_from: str) -> Again | Fail:
         """A placement has come to nothing, through no fault of the request.
@@ -67,12 +71,15 @@ class Recovery:
             self.moves += 1
             return Again(moved_from, 0.0)
         self.losses = 1 if progressed else self.losses + 1
+        self.faults += isinstance(error, EngineFault)
         if (why := self._why_final(rule if answered else "")) is not None:
             return Fail(type(error)(f"{error}{why}"))
         return Again("", self._pause_s())
 
     def _why_final(self, rule: str) -> str | None:
         """Why the session is not placed again, as the end of a sentence; None when it is."""
+        if self.faults >= ENGINES_ASKED:
+            return f", and so in {self.faults} engines"
         if self.losses >= self.limits.losses_in_a_row:
             return f", and so in each of {self.losses} placements" if self.losses > 1 else ""
         if self.placements - self.moves >= self.limits.placements:

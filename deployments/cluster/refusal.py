@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from deployments.errors import NeverFits, Overloaded, SessionError, Unavailable, UnknownClass
+from deployments.errors import EndsEngines, NeverFits, Overloaded, SessionError, Unavailable, UnknownClass
 from deployments.messages import Reject
+from deployments.policy.admission.poison import POISON
 
 
 def refusal(reject: Reject) -> SessionError:
     if reject.unavailable:
         return Unavailable(reject.reason)
+    if reject.code == POISON:
+        return EndsEngines(reject.reason)
     if reject.code == "unknown_class":
         return UnknownClass(reject.reason)
     if reject.retry_after_s is None:

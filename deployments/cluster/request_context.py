@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from deployments.errors import SessionError
 from deployments.messages import Mode
+
+
+class Part(Protocol):
+    """One session of a request."""
+
+    def fail(self, error: SessionError) -> None:
+        """End it with an error, unless it is over."""
 
 
 @dataclass
 class RequestContext:
     """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts.
 
-    `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `seed_moved`: a sampled answer
-    with a seed went on in another engine than the one where it began.
+    `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `most_parts`: the most sessions
+    that it may have open; 0: any number. `seed_moved`: a sampled answer with a seed went on in another engine than the
+    one where it began. `parts`: its open sessions. `error`: why the first of them failed, which ends the others.
     """
 
     request_id: str
@@ -26,10 +35,21 @@ class RequestContext:
     client: str = ""
     affinity: str = ""
     chat: bool = False
+    most_parts: int = 0
     modes: set[Mode] = field(default_factory=set)
     rules: set[str] = field(default_factory=set)
     seed_moved: bool = False
+    parts: dict[str, Part] = field(default_factory=dict)
     error: SessionError | None = None
+
+    def fail(self, error: SessionError) -> bool:
+        """One of its sessions has failed: the others end with the same error. False when one had failed before."""
+        if self.error is not None:
+            return False
+        self.error = error
+        for part in tuple(self.parts.values()):
+            part.fail(error)
+        return True
 
 
 current: ContextVar[RequestContext | None] = ContextVar("baton_request", default=None)

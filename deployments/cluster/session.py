@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from deployments.errors import HandoffFailed, Moved, ReplicaLost, SessionError
+from deployments.errors import EngineFault, HandoffFailed, Moved, ReplicaLost, RequestFault, SessionError
 from deployments.messages import MOVED, Handoff, Mode, Role
 
 
@@ -147,8 +147,8 @@ class Session:
         self.state = State.PREFILLING
         return []
 
-    def output(self, role: Role, output: Any, finish: Finish | None) -> list[Effect]:
-        """An engine of the session produced something."""
+    def output(self, role: Role, output: Any, finish: Finish | None, fault: str = "") -> list[Effect]:
+        """An engine of the session produced something. `fault`: what it has against the request, if anything."""
         self._check("output")
         if finish is not None:
             self._note_end(role)
@@ -157,8 +157,7 @@ class Session:
         if self._split and role is Role.PREFILL and self.state is not State.PREFILLING:
             return []  # prefill has given all that the session takes from it
         if finish is Finish.ERROR:
-            error = HandoffFailed if self._split else SessionError
-            return self.lost(error(f"the {role} engine could not go on with the request"))
+            return self.failed(RequestFault(fault)) if fault else self.lost(self._engine_error(role))
         if finish is Finish.ABORT:  # the core has not asked for that
             return self.lost(ReplicaLost(f"the {role} engine gave the request up"))
         if self._split and self.state is State.PREFILLING:
@@ -168,6 +167,12 @@ class Session:
     def goes_on(self, role: Role) -> bool:
         """Whether an output of this role, without a finish, is delivered and changes nothing else."""
         return self.state is State.DECODING and role is self.owner
+
+    def _engine_error(self, role: Role) -> SessionError:
+        """Decode's error before its first token is a handoff that failed. Any other one is the engine's own."""
+        handing_over = self._split and role is Role.DECODE and self.state is not State.DECODING
+        error = HandoffFailed if handing_over else EngineFault
+        return error(f"the {role} engine could not go on with the request")
 
     def _before_first(self, role: Role, output: Any, finish: Finish | None) -> list[Effect]:
         if role is Role.DECODE:

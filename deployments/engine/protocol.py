@@ -16,6 +16,14 @@ class EngineError(Exception):
     """The engine core is dead or refuses; the replica is unhealthy."""
 
 
+class EngineCrashed(EngineError):
+    """The engine core has ended by itself, as in an error of a step. It was not killed from outside."""
+
+
+class RequestRefused(EngineError):
+    """The engine cannot take this request, and goes on with all others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """The replica that an engine belongs to. `host`: the address at which its peers reach it. `strict`: of its pool."""
@@ -84,13 +92,13 @@ class Engine(Protocol):
         """Load the model; seconds to minutes. Raises EngineError."""
 
     async def add(self, frames: tuple[bytes, ...]) -> None:
-        """Add an encoded EngineCoreRequest. Raises EngineError when the engine is dead."""
+        """Add an encoded EngineCoreRequest. Raises EngineError when the engine is dead, and RequestRefused."""
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort requests; unknown ids are ignored. Their blocks are free once no peer can write them any more."""
 
     async def step(self) -> Step:
-        """Wait for the next step's outputs. Raises EngineError when the engine dies."""
+        """Wait for the next step's outputs. Raises EngineError when the engine dies, EngineCrashed when it crashes."""
 
     def encode(self, payloads: list[Any]) -> list[bytes]:
         """Encode outputs of one step as the frames of an EngineCoreOutputs message."""

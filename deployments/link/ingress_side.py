@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from deployments.errors import ReplicaLost
+from deployments.errors import ReplicaCrashed, ReplicaLost, RequestFault
 from deployments.host.tasks import OwnTasks
 from deployments.link import wire
 from deployments.messages import ReplicaInfo, SessionTask
@@ -35,6 +35,9 @@ class Part(Protocol):
 
     def lost(self, error: ReplicaLost) -> None:
         """The replica cannot be found or reached, has gone, or has failed."""
+
+    def refused(self, error: RequestFault) -> None:
+        """The replica's engine cannot take the request, and no other could."""
 
 
 class Links:
@@ -99,7 +102,7 @@ class _Link(Connection[wire.AnyMessage | wire.Unknown]):
     """The connection to one replica. Until it is made, parts wait in it. `is_over`: it takes no parts any more."""
 
     def __init__(self, seal: Seal, replica_id: str, take: Take) -> None:
-        super().__init__(seal, wire.message_of, f"replica {replica_id}")
+        super().__init__(seal, wire.message_of, f"replica {replica_id}", greeting=wire.Beat(0))
         self._replica_id, self._take_outputs = replica_id, take
         self._numbers = itertools.count(1)
         self._parts: dict[int, Part] = {}
@@ -139,7 +142,7 @@ class _Link(Connection[wire.AnyMessage | wire.Unknown]):
             case wire.Ended():
                 self._end(message.number, message.outcome)
             case wire.Failed():
-                self._lose(message.number, ReplicaLost(message.why))
+                self._fail(message)
             case wire.Unknown():
                 self._lose(message.number, ReplicaLost("the replica is of another version"))
             case _:
@@ -148,6 +151,13 @@ class _Link(Connection[wire.AnyMessage | wire.Unknown]):
     def _end(self, number: int, outcome: str) -> None:
         if (part := self._parts.pop(number, None)) is not None:
             part.ended(outcome)
+
+    def _fail(self, failed: wire.Failed) -> None:
+        if failed.blame != wire.Blame.REQUEST:
+            how = ReplicaCrashed if failed.blame == wire.Blame.CRASH else ReplicaLost
+            self._lose(failed.number, how(failed.why))
+        elif (part := self._parts.pop(failed.number, None)) is not None:
+            part.refused(RequestFault(failed.why))
 
     def _lose(self, number: int, error: ReplicaLost) -> None:
         if (part := self._parts.pop(number, None)) is not None:

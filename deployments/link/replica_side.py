@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from deployments.engine.protocol import EngineError
+from deployments.engine.protocol import EngineCrashed, EngineError, RequestRefused
 from deployments.host.tasks import OwnTasks
 from deployments.link import wire
 from deployments.messages import SessionTask
@@ -133,7 +133,7 @@ class _Link(Connection[wire.AnyMessage | wire.Unknown]):
         try:
             outcome = await self._runs.run(task, self, number)
         except EngineError as error:
-            self.send(wire.Failed(number, str(error)))
+            self.send(wire.Failed(number, str(error), _blame(error)))
         except Exception as error:
             self.send(wire.Failed(number, repr(error)))
             raise
@@ -153,3 +153,13 @@ class _Link(Connection[wire.AnyMessage | wire.Unknown]):
             return False
         self.send(wire.Outputs(0, frames, list(finished)))
         return True
+
+
+def _blame(error: EngineError) -> wire.Blame:
+    match error:
+        case RequestRefused():
+            return wire.Blame.REQUEST
+        case EngineCrashed():
+            return wire.Blame.CRASH
+        case _:
+            return wire.Blame.NONE

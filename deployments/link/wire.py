@@ -6,6 +6,8 @@ cannot overtake the last output.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from deployments.messages import SessionTask
@@ -55,10 +57,19 @@ class Ended(Message, frozen=True):
     outcome: str
 
 
+class Blame(StrEnum):
+    """What a part's failure says beyond itself. `REQUEST`: it fails anywhere. `CRASH`: the engine has crashed."""
+
+    NONE = ""
+    REQUEST = "request"
+    CRASH = "crash"
+
+
 class Failed(Message, frozen=True):
-    """A part has failed, or the replica does not know such a message. The session may go on elsewhere."""
+    """A part has failed, or the replica does not know such a message."""
 
     why: str
+    blame: str = Blame.NONE
 
 
 class Unknown(msgspec.Struct, frozen=True, array_like=True):

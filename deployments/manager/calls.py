@@ -73,11 +73,13 @@ class Withdraw(Call[None], frozen=True, tag=True):
 class Lost(Call[None], frozen=True, tag=True):
     """A session was lost on a replica: nothing is placed there for a while, nor until the replica reports again.
 
-    `gone`: Serve has taken the replica out, though it may go on reporting until it is stopped.
+    `gone`: Serve has taken the replica out, though it may go on reporting until it is stopped. `crashed`: its engine
+    has crashed, perhaps for a request that was on it.
     """
 
     replica_id: str
     gone: bool = False
+    crashed: bool = False
 
 
 class Silent(Call[tuple[str, ...]], frozen=True, tag=True):

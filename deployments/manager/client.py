@@ -79,7 +79,7 @@ class _Connection(Connection[wire.AnyMessage | wire.Unknown]):
     """One connection to one manager. Once it is broken, the client makes another."""
 
     def __init__(self, seal: Seal) -> None:
-        super().__init__(seal, wire.message_of, "the session manager")
+        super().__init__(seal, wire.message_of, "the session manager", greeting=wire.Cancel(0))
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._retires = self._is_over = False

@@ -106,8 +106,8 @@ class SessionManager:
             case Withdraw(session_id, outcome):
                 self._counts.closed(outcome, self._allocator.withdraw(session_id, now_s))
                 self._tell()
-            case Lost(replica_id, gone):
-                self._allocator.lost(replica_id, now_s, gone)
+            case Lost(replica_id, gone, crashed):
+                self._allocator.lost(replica_id, now_s, gone, crashed)
                 self._tell()
             case Silent(replica_ids):
                 has_listened = now_s - self._began_s >= self._stale_s

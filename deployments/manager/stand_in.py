@@ -57,6 +57,7 @@ UNTOLD = 1024
 class StandIn:
     """The session manager to an ingress, whether it is there or away. Create it in a running event loop.
 
+    `control`: the manager by another connection, for what must not wait behind sessions; by default the same.
     `counters`: `absences` of the manager, and sessions `placed` in them.
     """
 
@@ -66,9 +67,10 @@ class StandIn:
         config: BatonConfig,
         timings: Timings = TIMINGS,
         clock: Callable[[], float] = time.monotonic,
+        control: Manager | None = None,
     ) -> None:
         self.counters = {"absences": 0, "placed": 0}
-        self._manager, self._timings, self._clock = manager, timings, clock
+        self._manager, self._control, self._timings, self._clock = manager, control or manager, timings, clock
         self._ingresses = config.ingress.replicas or 1
         # Nothing reports here: the replicas of a view count as there for as long as the view is used.
         placement = config.placement.model_copy(update={"snapshot_stale_s": 2 * timings.view_oldest_s})
@@ -102,11 +104,11 @@ class StandIn:
                 await self._tell(call)
                 return None
             case Silent():  # while the manager is away, nothing hears the replicas, so none is called silent
-                return () if self._is_away else await self._manager.ask(call)
+                return () if self._is_away else await self._control.ask(call)
             case Ready():
                 return await self._ready(call)
             case Status():
-                return await self._manager.ask(call)
+                return await self._control.ask(call)
             case View() | Report() | Adopt():
                 raise ValueError(f"an ingress does not ask for {type(call).__name__}")
 
@@ -148,7 +150,7 @@ class StandIn:
     async def _ready(self, call: Ready) -> dict[str, Any]:
         """The answer to `Ready`. While the manager is away it comes from the last view, and says so."""
         if not self._is_away:
-            return await self._manager.ask(call)
+            return await self._control.ask(call)
         self._check_view()
         shown = await self._acting.ask(call)
         return {**shown, "manager": "away"}
@@ -171,7 +173,7 @@ class StandIn:
         while True:
             try:
                 async with asyncio.timeout(after_s + self._timings.view_late_s):
-                    await self._came(await self._manager.ask(View(after_s)))
+                    await self._came(await self._control.ask(View(after_s)))
             except (Unavailable, TimeoutError) as error:
                 await self._went(error)
                 after_s = 0.0

@@ -76,8 +76,15 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     reject: Reject
 
 
+class _Kind(msgspec.Struct, frozen=True):
+    """The tag of a call."""
+
+    type: str
+
+
 _MESSAGES: msgspec.msgpack.Decoder[AnyMessage | Unknown] = msgspec.msgpack.Decoder(AnyMessage)
 _UNKNOWN: msgspec.msgpack.Decoder[AnyMessage | Unknown] = msgspec.msgpack.Decoder(Unknown)
+_KINDS = msgspec.msgpack.Decoder(_Kind)
 _CALLS = msgspec.msgpack.Decoder(AnyCall)
 _TOLD = msgspec.msgpack.Decoder(None)
 _SHOWN = msgspec.msgpack.Decoder(dict[str, Any])
@@ -94,6 +101,14 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
     calls.Status: _SHOWN,
     calls.Adopt: _TOLD,
 }
+
+
+def is_opening(body: msgspec.Raw) -> bool:
+    """Whether a call asks to open a session."""
+    try:
+        return _KINDS.decode(body).type == calls.Open.__name__
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
 
 
 def call_of(body: msgspec.Raw) -> AnyCall:

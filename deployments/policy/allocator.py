@@ -16,6 +16,7 @@ from deployments.fleet.promise import Promise
 from deployments.fleet.view import LiveView, View
 from deployments.messages import Admit, Decision, Placement, Queue, Reject, ReplicaSnapshot, Role, SessionRequest
 from deployments.policy.admission.breakers import Breakers
+from deployments.policy.admission.poison import Poison
 from deployments.policy.admission.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
 from deployments.policy.admission.waiting_room import WaitingRoom
 from deployments.policy.chance import Chance
@@ -31,8 +32,7 @@ OVERTAKEN_S = 60.0
 SWEEP_S = 1.0
 """The least time between two searches for promises, replicas and cache entries whose time is over."""
 
-ENDED_WELL = ("stop", "length")
-"""The outcomes of sessions that were answered to the end."""
+ENDED_WELL = ("stop", "length")  # the outcomes of sessions that were answered to the end
 
 
 class Allocator:
@@ -49,6 +49,7 @@ class Allocator:
         )
         self.predictors = Predictors(config.channel.link_bytes_per_s)
         self.breakers = Breakers()
+        self._poison = Poison()
         self._moves = Moves(self.decider, self.fleet, self.breakers, placement.snapshot_interval_s)
         self._retries = RetryBudget()
         self._sessions: dict[str, OpenSession] = {}
@@ -82,7 +83,7 @@ class Allocator:
         return self._enter(session, now_s)
 
     def _refuse_opening(self, request: SessionRequest, now_s: float) -> Reject | None:
-        if wrong := self.decider.classes.refusal(request.priority):
+        if wrong := self.decider.classes.refusal(request.priority) or self._poison.refusal(request.digest, now_s):
             return wrong
         if request.session_id in self._withdrawn:
             return Reject(CLOSED)
@@ -201,14 +202,21 @@ class Allocator:
             return ()
         return self._moves.rebalance(snapshot, self._sessions, self._live(now_s, moving=True))
 
-    def lost(self, replica_id: str, now_s: float, gone: bool = False) -> None:
+    def lost(self, replica_id: str, now_s: float, gone: bool = False, crashed: bool = False) -> None:
         """A session was lost on a replica. It gets no placements for a while, and none until it reports again.
 
-        `gone`: Serve has taken the replica out.
+        `gone`: Serve has taken the replica out. `crashed`: its engine has crashed.
         """
+        if crashed:
+            self._poison.crashed(replica_id, self._digests_on(replica_id), now_s)
         self.breakers.lost(replica_id, now_s, gone)
         self.fleet.forget(replica_id)
         self.predictors.index.forget(replica_id)
+
+    def _digests_on(self, replica_id: str) -> set[int]:
+        """The requests that have a part on a replica."""
+        there = (p.placement.session_id for p in self.fleet.promises() if replica_id in p.replica_ids)
+        return {self._sessions[each].request.digest for each in there if each in self._sessions} - {0}
 
     def sweep(self, now_s: float) -> tuple[Promise, ...]:
         """Forget what has outlived its time; cheap to call often. Returns the promises that no call has closed."""

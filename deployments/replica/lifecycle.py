@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from deployments.engine.protocol import EngineError
+from deployments.engine.protocol import EngineCrashed, EngineError
 from deployments.messages import Phase
 
 
@@ -67,4 +67,10 @@ class Lifecycle:
     def refuse_if_failed(self) -> None:
         """Raises EngineError when the replica is broken."""
         if self.error is not None:
-            raise EngineError(f"the replica failed: {self.error}") from self.error
+            raise failure(self.error) from self.error
+
+
+def failure(error: BaseException) -> EngineError:
+    """What a part is told of the error that has broken its replica."""
+    kind = EngineCrashed if isinstance(error, EngineCrashed) else EngineError
+    return kind(f"the replica failed: {error}")

@@ -44,15 +44,15 @@ class Part:
         reserved = self.task.reservation
         return reserved.prefilled() if self.started else reserved
 
-    def fail(self, why: str) -> None:
-        """End it with an EngineError, unless it is over."""
+    def fail(self, error: EngineError) -> None:
+        """End it with an error, unless it is over."""
         if not self.done.done():
-            self.done.set_exception(EngineError(why))
+            self.done.set_exception(error)
 
     def orphan(self, why: str) -> None:
         """End it because its ingress is gone: nothing reads its outputs, and nothing will close the session."""
         self.orphaned = True
-        self.fail(why)
+        self.fail(EngineError(why))
 
 
 class Parts:
@@ -92,10 +92,10 @@ class Parts:
         """Whether the log must be reported soon, because otherwise entries drop out of it unreported."""
         return self.ended_version - self._told_version >= FINISHED_KEPT // 2
 
-    def fail(self, why: str) -> None:
-        """End every open part with an EngineError."""
+    def fail(self, error: EngineError) -> None:
+        """End every open part with an error."""
         for part in self.open.values():
-            part.fail(why)
+            part.fail(type(error)(*error.args))
 
     def orphan(self, ingress: Ingress) -> None:
         """End the parts of an ingress that is gone."""

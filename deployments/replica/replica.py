@@ -16,7 +16,7 @@ from deployments.engine.protocol import Engine, EngineError, EngineInfo, Identit
 from deployments.link.replica_side import Ingress
 from deployments.manager.calls import Manager
 from deployments.messages import Phase, ReplicaInfo, SessionTask
-from deployments.replica.lifecycle import Lifecycle
+from deployments.replica.lifecycle import Lifecycle, failure
 from deployments.replica.parts import Part, Parts
 from deployments.replica.peers import Introductions
 from deployments.replica.readings import Readings
@@ -70,13 +70,13 @@ class Replica:
             logger.error("%s of %s ended: %r", task.get_name(), self._identity.replica_id, error)
             self._life.fail(error)
             self._reporter.tell(urgently=True)
-            self._parts.fail(f"the replica failed: {error}")
+            self._parts.fail(failure(error))
 
     async def run(self, task: SessionTask, ingress: Ingress, number: int) -> str:
         """Run one session's part, until the engine is done with it: `finished`, `expired` or `MOVED`.
 
         Cancelling this aborts the request. `ingress`: gets the outputs, step by step. `number`: what it calls the part.
-        Raises EngineError when the engine dies or the ingress is gone.
+        Raises EngineError when the engine dies or the ingress is gone, RequestRefused when it cannot take the request.
         """
         self._life.refuse_if_failed()
         if not self._life.serves:
@@ -180,7 +180,7 @@ class Replica:
         """End the tasks, the open parts and the engine; idempotent."""
         self._life.phase = Phase.DRAINING
         self._life.is_stopping = True
-        self._parts.fail("the replica is stopping")
+        self._parts.fail(EngineError("the replica is stopping"))
         tasks, self._tasks = set(self._tasks), []
         while tasks:  # repeated, because Python 3.11's wait_for can lose a cancellation
             for task in tasks:

@@ -39,6 +39,7 @@ from deployments.manager.calls import Call, Ready
 from deployments.messages import Mode
 
 MODEL = "smollm2-135m-instruct"
+DEFAULT_MAX_TOKENS = 300
 TEXT = " Paris is the capital of France."
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -161,8 +162,9 @@ class Server:
         return await self.openai.chat.completions.create(model=MODEL, **{"messages": messages, **kwargs})
 
 
-def _config(**server_args: Any) -> BatonConfig:
-    return BatonConfig.model_validate({"prefill": {}, "decode": {"main": {}}, "ingress": {"server_args": server_args}})
+def _config(default_max_tokens: int | None = None, **server_args: Any) -> BatonConfig:
+    ingress = {"server_args": server_args, "default_max_tokens": default_max_tokens}
+    return BatonConfig.model_validate({"prefill": {}, "decode": {"main": {}}, "ingress": ingress})
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,7 @@ def model_path() -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model_path: Path) -> AsyncIterator[Server]:
     core = FakeCore()
-    config = _config(tool_call_parser="hermes", enable_auto_tool_choice=True)
+    config = _config(DEFAULT_MAX_TOKENS, tool_call_parser="hermes", enable_auto_tool_choice=True)
     llm, app = await build_server(config, str(model_path), core)
     core.script = [*llm.get_tokenizer().encode(TEXT), llm.get_tokenizer().eos_token_id]
     server = Server(llm, app, core, config)
@@ -222,7 +224,24 @@ async def test_chat(server: Server) -> None:
     assert answer.choices[0].finish_reason == "stop"
     prompt = server.llm.get_tokenizer().decode(server.core.requests[0].prompt_token_ids)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert server.core.requests[0].sampling_params.max_tokens == 2048 - len(server.core.requests[0].prompt_token_ids)
+    assert server.core.requests[0].sampling_params.max_tokens == DEFAULT_MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "Hi"}, "max_output_tokens"),
+    ],
+)
+async def test_an_answer_without_a_limit_gets_the_default_one(
+    server: Server, path: str, body: dict[str, Any], limit: str
+) -> None:
+    for given in ({}, {limit: 7}, {limit: DEFAULT_MAX_TOKENS + 1}):
+        assert (await server.http.post(path, json={"model": MODEL, **body, **given})).status_code == 200
+    asked = [request.sampling_params.max_tokens for request in server.core.requests if request.sampling_params]
+    assert asked == [DEFAULT_MAX_TOKENS, 7, DEFAULT_MAX_TOKENS + 1]
 
 
 @pytest.mark.parametrize("chat", [False, True])

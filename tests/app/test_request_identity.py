@@ -12,10 +12,19 @@ from app.request_identity import request_context
 from deployments.cluster.request_context import RequestContext
 
 
-def of(body: Any = None, path: str = "/v1/chat/completions", root_path: str = "", **headers: str) -> RequestContext:
+def of(
+    body: Any = None,
+    path: str = "/v1/chat/completions",
+    root_path: str = "",
+    address: str = "",
+    client_header: str | None = None,
+    **headers: str,
+) -> RequestContext:
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"path": path, "root_path": root_path, "headers": pairs}
-    return request_context("r", scope, json.dumps(body or {}).encode())
+    scope: dict[str, Any] = {"path": path, "root_path": root_path, "headers": pairs}
+    if address:
+        scope["client"] = (address, 4711)
+    return request_context("r", scope, json.dumps(body or {}).encode(), client_header)
 
 
 def test_of_a_bare_request_nothing_is_known() -> None:
@@ -36,21 +45,39 @@ def test_the_client_is_its_key_which_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("user", ["anna", 'a "quoted" \\ one', "žofie"])
-def test_without_a_key_and_a_session_the_user_stands_for_both(user: str) -> None:
+def test_without_a_session_the_user_stands_for_it(user: str) -> None:
     known = of({"messages": [{"role": "user", "content": '"user": "nobody"'}], "user": user})
-    assert (known.client, known.affinity) == (user, user)
+    assert (known.client, known.affinity) == ("", user)
     assert of({"user": user}, x_session_id="s").affinity == "s"
-    assert of({"user": user}, x_session_id="s").client == user
+
+
+def test_without_a_key_the_client_is_its_address_whatever_it_calls_itself() -> None:
+    assert of({"user": "anna"}, address="10.0.0.1").client == "10.0.0.1"
+    assert of({"user": "otto"}, address="10.0.0.1").client == "10.0.0.1"
+    assert of(address="10.0.0.1", x_forwarded_for="6.6.6.6").client == "10.0.0.1"
+    assert of(address="10.0.0.1", Authorization="Bearer k").client.startswith("key ")
+
+
+def test_a_trusted_proxy_names_the_address_last() -> None:
+    def through(**headers: str) -> str:
+        return of(address="127.0.0.1", client_header="X-Forwarded-For", **headers).client
+
+    assert through(x_forwarded_for="6.6.6.6, 10.0.0.7") == "10.0.0.7"
+    assert through(X_Forwarded_For="10.0.0.8") == "10.0.0.8"
+    assert through() == ""
+    twice = [(b"x-forwarded-for", b"6.6.6.6"), (b"x-forwarded-for", b"10.0.0.9")]
+    scope = {"path": "/v1/completions", "headers": twice, "client": ("127.0.0.1", 1)}
+    assert request_context("r", scope, b"{}", "x-forwarded-for").client == "10.0.0.9"
 
 
 @pytest.mark.parametrize("user", [None, 3, "", ["a"], "x" * 257])
 def test_a_user_that_is_no_short_text_is_none(user: Any) -> None:
-    assert of({"user": user}).client == ""
+    assert of({"user": user}).affinity == ""
 
 
 def test_what_is_no_json_is_not_ours_to_refuse() -> None:
     scope = {"path": "/v1/completions", "headers": []}
-    assert request_context("r", scope, b'{"user": "\\x"').client == ""
+    assert request_context("r", scope, b'{"user": "\\x"').affinity == ""
 
 
 @pytest.mark.parametrize("header", ["x_session_id", "x_baton_class"])

@@ -74,9 +74,9 @@ STREAM = (
 
 
 def client(
-    inner: ASGIApp, control: Control | None = None, limit: int = 100, timings: Timings = TIMINGS
+    inner: ASGIApp, control: Control | None = None, limit: int = 100, timings: Timings = TIMINGS, **config: Any
 ) -> httpx.AsyncClient:
-    gateway = Gateway(inner, IngressConfig(max_body_bytes=limit), control or Control(), timings=timings)
+    gateway = Gateway(inner, IngressConfig(max_body_bytes=limit, **config), control or Control(), timings=timings)
     return httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://baton")
 
 

@@ -215,6 +215,22 @@ async def test_a_bad_request_harms_no_other(baton: Cluster) -> None:
     assert after["modes"] == before["modes"], "a bad request reached the session manager"
 
 
+async def test_a_grammar_that_refers_to_itself_is_refused_once(baton: Cluster) -> None:
+    """Validation does not find it; an engine does. The other engines are not asked, and none is the worse for it."""
+    before = await asyncio.to_thread(baton.settled)
+    cyclic = {"type": "json_schema", "json_schema": {"name": "loop", "schema": {"$ref": "#"}}}
+    async with client_of(baton) as client:
+        wrong = [
+            await complete(client, prompt(1, 5), 4, structured_outputs={"grammar": "root ::= root"}),
+            await complete(client, prompt(1, 5), 4, response_format=cyclic),
+        ]
+        assert (await complete(client, prompt(1, 5), 4)).status_code == 200
+    assert [(each.status_code, each.json()["error"]["code"]) for each in wrong] == [(400, "request_refused")] * 2
+    assert all("the grammar cannot be used: " in each.json()["error"]["message"] for each in wrong)
+    after = await asyncio.to_thread(baton.settled)
+    assert sum(after["modes"].values()) == sum(before["modes"].values()) + 3, "each was placed once"
+
+
 async def test_request_ids_go_in_and_out(baton: Cluster) -> None:
     async with client_of(baton) as client:
         response = await client.post(

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from transfer.channel.channel import Channel
+from transfer.vllm.faults import note_fault
 from transfer.vllm.lifeline import die_with_parent
 from transfer.vllm.scheduler_side import SchedulerSide
 from transfer.vllm.step_messages import StepMetadata, WorkerMetadata
@@ -76,6 +77,7 @@ class BatonConnector(KVConnectorBase_V1):
         return self._scheduler_side.step_report() if self._role is KVConnectorRole.SCHEDULER else None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        note_fault(request)
         return self._scheduler_side.finished(request), None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -26,7 +26,7 @@ from deployments.engine.mock.memory import KV_BYTES, MockMemory
 from deployments.engine.mock.scheduler import MockScheduler, Plan, steps_of
 from deployments.engine.mock.sequence import Sequence
 from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
-from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Output, Step
+from deployments.engine.protocol import EngineCrashed, EngineError, EngineInfo, EngineLoad, Output, RequestRefused, Step
 from deployments.messages import CacheChange, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.control.messages import FirstToken
@@ -101,16 +101,16 @@ class MockEngine:
     async def add(self, frames: tuple[bytes, ...]) -> None:
         """Add an encoded EngineCoreRequest.
 
-        Raises EngineError when the engine is dead, or cannot serve the request.
+        Raises EngineError when the engine is dead, RequestRefused when it cannot serve the request.
         """
         self._check_alive()
         try:
             request = decode_request(frames)
         except msgspec.DecodeError as error:
-            raise EngineError(f"not a request of token ids: {error}") from error
+            raise RequestRefused(f"not a request of token ids: {error}") from error
         sequence = Sequence.of(request)
         if not 0 < sequence.prompt_tokens < self._max_model_len:
-            raise EngineError(f"a prompt of {sequence.prompt_tokens} tokens, of {self._max_model_len}")
+            raise RequestRefused(f"a prompt of {sequence.prompt_tokens} tokens, of {self._max_model_len}")
         self._inbox.append(sequence)
         self._wake.set()
 
@@ -151,8 +151,9 @@ class MockEngine:
         if self._task is None:
             raise EngineError("the mock engine was not started")
         if self._task.done():
-            error = None if self._task.cancelled() else self._task.exception()
-            raise EngineError("the mock engine is dead") from error
+            if not self._task.cancelled() and (error := self._task.exception()) is not None:
+                raise EngineCrashed(f"the mock engine crashed: {error!r}") from error
+            raise EngineError("the mock engine is dead")
 
     # ---- the engine's only task
 

@@ -6,6 +6,8 @@ tests/deployments/engine/vllm/test_contract.py checks what this folder relies on
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.names import names_until_started
-from deployments.engine.protocol import EngineError, EngineInfo, Output, Step
+from deployments.engine.protocol import EngineCrashed, EngineError, EngineInfo, Output, RequestRefused, Step
 from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
@@ -29,6 +31,7 @@ from deployments.messages import CacheChange, Role, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 
 RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a call
+EXIT_S = 1.0  # the longest that a dead engine's process takes to end
 
 
 class VllmEngine:
@@ -91,7 +94,10 @@ class VllmEngine:
         return await self._rpc("baton_endpoint")
 
     async def add(self, frames: tuple[bytes, ...]) -> None:
-        request = self._decoder.decode(list(frames))
+        try:
+            request = self._decoder.decode(list(frames))
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise RequestRefused(f"the request cannot be read: {error}") from error
         try:
             await self._engine.add_request_async(request)
         except EngineDeadError as error:
@@ -107,12 +113,22 @@ class VllmEngine:
         try:
             outputs = await self._engine.get_output_async()
         except EngineDeadError as error:
-            raise EngineError("the engine died") from error
+            raise await self._death() from error
         steps: tuple[StepSample, ...] = ()
         if outputs.scheduler_stats is not None:
             steps = self._counts.observe(outputs.scheduler_stats, self._total_blocks, len(self._events.log))
         came = tuple(self._output(seen(output), (output, outputs.buffers)) for output in outputs.outputs)
         return Step(came, self._counts.load, steps)
+
+    async def _death(self) -> EngineError:
+        """Why the engine is dead. One that was killed from outside, also for want of memory, has not crashed."""
+        processes = self._engine.resources.engine_manager.processes
+        deadline_s = time.monotonic() + EXIT_S
+        while any(process.exitcode is None for process in processes) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if any(process.exitcode in (-signal.SIGKILL, -signal.SIGTERM) for process in processes):
+            return EngineError("the engine was killed")
+        return EngineCrashed("the engine crashed")
 
     def _output(self, output: Seen, payload: tuple[msgspec.Raw, tuple[bytes, ...]]) -> Output:
         """`payload`: the output as it came, and the buffers of its message."""

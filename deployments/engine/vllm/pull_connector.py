@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from deployments.engine.vllm.connector import pace_of, sample_of
 from transfer.vllm.continued_answer import AnsweredRequests, count_answered
+from transfer.vllm.faults import note_fault
 from transfer.vllm.lifeline import die_with_parent
 from transfer.vllm.step_clock import StepClock
 
@@ -74,6 +75,11 @@ class NixlConnector(NixlPullConnector):
             return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        note_fault(request)
+        finished: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return finished
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._clock.begin(scheduler_output, time.monotonic())

@@ -107,6 +107,16 @@ class Line:
         others = len(self._clients) - (known is not None)
         return min(len(self), own + (own + 1) * others)
 
+    def count(self, client: str) -> int:
+        """The number of a client's requests."""
+        known = self._clients.get(client)
+        return len(known.waiters) if known else 0
+
+    def of_greatest_client(self, at_least: int) -> list[Waiter]:
+        """The requests of the client that has the most; none where that is fewer than `at_least`."""
+        most = max((client.waiters for client in self._clients.values()), key=len, default=[])
+        return list(most) if len(most) >= at_least else []
+
     def due_within(self, from_s: float, until_s: float) -> int:
         """The number of requests whose target is between these times."""
         return bisect_left(self._targets, until_s) - bisect_left(self._targets, from_s)

@@ -108,6 +108,8 @@ class WaitingRoom:
         """Let a request wait, or refuse it and say when to ask again.
 
         In a full room a request displaces the newest request of the highest rank, if that rank is higher than its own.
+        Otherwise it displaces the newest request of the client that has the most in its class, if its own client has
+        fewer by two at least: so no client keeps the others out.
         `output_tokens`: the expected length of the answer; by default its maximum. `takes_s`: the predicted seconds
         from its placement until its first token; its target is so much earlier. Raises ValueError when the session is
         in the room already, UnknownClass when its class does not exist.
@@ -115,7 +117,7 @@ class WaitingRoom:
         if request.session_id in self._waiters:
             raise ValueError(f"session {request.session_id} is waiting already")
         queue = self._queues[self._classes.resolve(request.priority).name]
-        displaced = self._make_room(queue, now_s) if request.attempt == 1 else None
+        displaced = self._make_room(queue, request.client, now_s) if request.attempt == 1 else None
         if isinstance(displaced, Reject):
             return displaced
         self._seat(request, queue, now_s, request.max_tokens if output_tokens is None else output_tokens, takes_s)
@@ -198,17 +200,27 @@ class WaitingRoom:
         """The number of waiting requests, by class."""
         return {name: len(queue.line) for name, queue in self._queues.items()}
 
-    def _make_room(self, queue: _Class, now_s: float) -> Called | Reject | None:
-        """Room for one more request of a class: the request displaced for it, if any, or the refusal."""
+    def _make_room(self, queue: _Class, client: str, now_s: float) -> Called | Reject | None:
+        """Room for one more request of a class and client: the request displaced for it, if any, or the refusal."""
         limit = queue.priority.max_queued
         if limit is not None and len(queue.line) >= limit:
-            return self._full(f"{limit} requests of class {queue.priority.name} are waiting already", now_s)
+            full = f"{limit} requests of class {queue.priority.name} are waiting already"
+            return self._displace_one_of_many(queue, client, now_s) or self._full(full, now_s)
         if len(self._waiters) < self._max_requests:
             return None
         least = self._least_below(queue.priority)
-        if least is None:
-            return self._full(f"{len(self._waiters)} requests are waiting already", now_s)
-        return self._displace(least, queue.priority, now_s)
+        if least is not None:
+            why = f"class {queue.priority.name} goes before class {least.priority.name}"
+            return self._displace(least, why, now_s)
+        full = f"{len(self._waiters)} requests are waiting already"
+        return self._displace_one_of_many(queue, client, now_s) or self._full(full, now_s)
+
+    def _displace_one_of_many(self, queue: _Class, client: str, now_s: float) -> Called | None:
+        waiters = queue.line.of_greatest_client(at_least=queue.line.count(client) + 2)
+        newest = max(filter(self._may_be_displaced, waiters), key=lambda waiter: waiter.number, default=None)
+        if newest is None:
+            return None
+        return self._displace(newest, f"its client has {len(waiters)} requests in it", now_s)
 
     def _seat(self, request: SessionRequest, queue: _Class, now_s: float, output_tokens: float, takes_s: float) -> None:
         if not queue.line:
@@ -268,11 +280,10 @@ class WaitingRoom:
     def _may_be_displaced(self, waiter: Waiter) -> bool:
         return waiter is not self._due and waiter.request.attempt == 1
 
-    def _displace(self, waiter: Waiter, by: PriorityClass, now_s: float) -> Called:
+    def _displace(self, waiter: Waiter, why: str, now_s: float) -> Called:
         retry_after_s = self.retry_after_s(now_s)
         self._take_out(waiter)
-        reason = f"the queue is full, and class {by.name} goes before class {waiter.priority.name}"
-        return Called(waiter.request, Reject(reason, retry_after_s, code="displaced"))
+        return Called(waiter.request, Reject(f"the queue is full, and {why}", retry_after_s, code="displaced"))
 
     def _full(self, reason: str, now_s: float) -> Reject:
         return Reject(reason, self.retry_after_s(now_s), code="queue_full")

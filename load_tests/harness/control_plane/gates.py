@@ -41,7 +41,8 @@ class GatedEngine(MockEngine):
     """A mock engine that a test controls.
 
     It computes nothing while `go` is clear. It sets `stopped` when it has work and waits for `go`. `is_deaf`: it
-    answers no question, like an engine in an endless step. `slower_s`: seconds added to each step. `role`: of its pool.
+    answers no question, like an engine in an endless step. `slower_s`: seconds added to each step. `poison`: it crashes
+    when it computes a prompt that begins with this token. `role`: of its pool.
     """
 
     def __init__(self, *args: Any, role: Role, **options: Any) -> None:
@@ -49,6 +50,7 @@ class GatedEngine(MockEngine):
         self._role = role
         self.go, self.stopped, self.is_deaf = asyncio.Event(), asyncio.Event(), False
         self.slower_s = 0.0
+        self.poison: int | None = None
         self.on_point: Callable[[str], None] = lambda point: None
         self.go.set()
 
@@ -66,6 +68,8 @@ class GatedEngine(MockEngine):
             self.stopped.set()
             await self.go.wait()
             self.stopped.clear()
+        if any(sequence.tokens[0] == self.poison for sequence, _ in work):
+            raise ValueError("a request that this engine cannot compute")
         if self.slower_s:
             await asyncio.sleep(self.slower_s)
         await super()._compute(work)

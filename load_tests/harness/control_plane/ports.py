@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deployments.errors import ReplicaLost, Unavailable
+from deployments.errors import ReplicaLost, RequestFault, Unavailable
 from deployments.link.ingress_side import Links, Part, Take
 from deployments.link.replica_side import LinkServer
 from deployments.manager import wire
@@ -156,6 +156,9 @@ class _Told:
 
     def lost(self, error: ReplicaLost) -> None:
         self.part.lost(error)
+
+    def refused(self, error: RequestFault) -> None:
+        self.part.refused(error)
 
 
 class ManagerLine:

@@ -33,11 +33,11 @@ def run(folder: Path, configuration: str, *arguments: str) -> tuple[str, list[st
     return file.read_text(), called.splitlines()
 
 
-def test_what_listens_everywhere_is_changed_and_requests_are_not_spliced(tmp_path: Path) -> None:
+def test_what_listens_everywhere_is_changed_and_requests_are_forwarded_with_their_address(tmp_path: Path) -> None:
     kept = "    option splice-response\nfrontend http_frontend\n    bind 127.0.0.1:8000\n  bind 0.0.0.0:9000 proto h2\n"
     given = f"    bind :9101\n    option splice-request\n{kept}  bind *:8404\n"
     written, called = run(tmp_path, given, "-dR", "-sf", "17")
-    assert written == f"    bind 127.0.0.1:9101\n{kept}  bind 127.0.0.1:8404\n"
+    assert written == f"    bind 127.0.0.1:9101\n    option forwardfor\n{kept}  bind 127.0.0.1:8404\n"
     assert called == ["-db", "-f", str(tmp_path / "a file.cfg"), "-dR", "-sf", "17"]
 
 
@@ -52,6 +52,7 @@ def test_serves_own_configuration_has_the_lines_that_the_script_knows(tmp_path: 
     written, _ = run(tmp_path, template)
     assert not EVERYWHERE.search(written)
     assert "splice-request" not in written
+    assert written.count("    option forwardfor\n") == 1
 
 
 def test_it_is_for_a_ray_of_our_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from deployments.cluster.notices import Notices
 from deployments.cluster.timings import Timings
-from deployments.errors import Unavailable
+from deployments.errors import ReplicaCrashed, ReplicaGone, Unavailable
 from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import Call, Close, Lost, PrefillDone, Silent, Withdraw
 from deployments.messages import Mode, Placement, ReplicaInfo, Role
@@ -46,7 +46,8 @@ async def _prefill_done(notices: Notices) -> None:
     [
         (_prefill_done, PrefillDone("s", 3)),
         (lambda notices: notices.replica_lost("d"), Lost("d", gone=False)),
-        (lambda notices: notices.replica_lost("d", gone=True), Lost("d", gone=True)),
+        (lambda notices: notices.replica_lost("d", ReplicaGone("left")), Lost("d", gone=True)),
+        (lambda notices: notices.replica_lost("d", ReplicaCrashed("bad")), Lost("d", crashed=True)),
         (lambda notices: notices.close(PLACED, "length", 7, True), Close("s", 3, "length", 7, True)),
         (lambda notices: notices.withdraw("s", "cancelled"), Withdraw("s", "cancelled")),
         (lambda notices: notices.silent(["d", "p"]), Silent(("d", "p"))),

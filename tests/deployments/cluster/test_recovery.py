@@ -6,7 +6,7 @@ import pytest
 
 from deployments.cluster.recovery import Again, Fail, Limits, Recovery
 from deployments.cluster.timings import Timings
-from deployments.errors import HandoffFailed, Moved, ReplicaLost, SessionError
+from deployments.errors import EngineFault, HandoffFailed, Moved, ReplicaLost, SessionError
 
 LOST, MOVED = ReplicaLost("its engine died"), Moved("decode-0 gave it up")
 TIMINGS = Timings(pause_s=0.1, longest_pause_s=0.3)
@@ -16,6 +16,7 @@ RULE = "; what was answered so far cannot go on elsewhere (stateful_logits)"
 Event = tuple[SessionError, bool]
 """Why a placement ended, and whether it gave more than a first token."""
 NOTHING, TOKENS, MOVE = (LOST, False), (LOST, True), (MOVED, True)
+FAULT = (EngineFault("the decode engine could not go on"), False)
 AT_ONCE, MOVES_ON = Again("", 0.0), Again("decode-0", 0.0)
 
 
@@ -54,6 +55,9 @@ def ended(recovery: Recovery, event: Event, answered: bool = True, rule: str = "
         # A further move than the limit allows is a loss: its replica hands nothing over.
         (Limits(2, moves=1), [MOVE, MOVE, NOTHING], [MOVES_ON, AT_ONCE, ROW.format(2)]),
         (Limits(1, moves=0), [MOVE], [""]),
+        # An engine's own error is tried in one other engine. After that the request counts as its cause.
+        (Limits(4), [FAULT, FAULT], [AT_ONCE, ", and so in 2 engines"]),
+        (Limits(4), [FAULT, TOKENS, FAULT], [AT_ONCE, AT_ONCE, ", and so in 2 engines"]),
     ],
 )
 def test_what_follows(limits: Limits, events: list[Event], expected: list[Again | str]) -> None:

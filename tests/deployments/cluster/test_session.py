@@ -24,7 +24,15 @@ from deployments.cluster.session import (
     StartDecode,
     State,
 )
-from deployments.errors import HandoffFailed, Moved, ReplicaLost, SessionError, SessionTimeout
+from deployments.errors import (
+    EngineFault,
+    HandoffFailed,
+    Moved,
+    ReplicaLost,
+    RequestFault,
+    SessionError,
+    SessionTimeout,
+)
 from deployments.messages import MOVED, Handoff, Mode, Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -327,15 +335,15 @@ def test_prefill_has_nothing_to_say_after_its_first_token(way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "role", "error"),
     [
-        ("split", P, HandoffFailed),
+        ("split", P, EngineFault),
         ("split", D, HandoffFailed),
         ("split, decode ahead", D, HandoffFailed),
         ("split, landing", D, HandoffFailed),
-        ("split, decoding", D, HandoffFailed),
-        ("pulled", P, HandoffFailed),
+        ("split, decoding", D, EngineFault),
+        ("pulled", P, EngineFault),
         ("pulled, prefilled", D, HandoffFailed),
-        ("decode local", D, SessionError),
-        ("prefill local", P, SessionError),
+        ("decode local", D, EngineFault),
+        ("prefill local", P, EngineFault),
     ],
 )
 def test_an_error_from_an_engine_loses_the_placement(way: str, role: Role, error: type[SessionError]) -> None:
@@ -344,6 +352,16 @@ def test_an_error_from_an_engine_loses_the_placement(way: str, role: Role, error
     assert session.state is State.LOST
     assert type(session.error) is error
     assert str(session.error) == f"the {role} engine could not go on with the request"
+
+
+@pytest.mark.parametrize(("way", "role"), [("split", P), ("split", D), ("split, decoding", D), ("decode local", D)])
+def test_a_request_that_an_engine_refuses_fails_at_once(way: str, role: Role) -> None:
+    session = after(way)
+    fail, over = session.output(role, "dropped", Finish.ERROR, "the grammar cannot be used")
+    assert isinstance(fail, Fail)
+    assert (type(fail.error), str(fail.error)) == (RequestFault, "the grammar cannot be used")
+    assert over == Over("failed")
+    assert session.output(role, "again", Finish.ERROR, "the same") == []
 
 
 LIVING = [

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.engine.protocol import EngineError
-from deployments.errors import ReplicaGone, ReplicaLost
+from deployments.engine.protocol import EngineCrashed, EngineError, RequestRefused
+from deployments.errors import ReplicaCrashed, ReplicaGone, ReplicaLost, RequestFault
 from deployments.link import ingress_side, replica_side, wire
 from deployments.link.ingress_side import Links
 from deployments.link.replica_side import Ingress, LinkServer
@@ -89,6 +89,10 @@ class Part:
         self.over.set()
 
     def lost(self, error: ReplicaLost) -> None:
+        self.told.append(error)
+        self.over.set()
+
+    def refused(self, error: RequestFault) -> None:
         self.told.append(error)
         self.over.set()
 
@@ -171,6 +175,21 @@ async def test_another_end_than_the_last_output_is_told(stage: Stage, outcome: s
     run.over.set_result(outcome)
     assert await part.end() == outcome
     cancel()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RequestRefused("no such token"), RequestFault("no such token")),
+        (EngineCrashed("an error in a step"), ReplicaCrashed("an error in a step")),
+        (EngineError("out of memory"), ReplicaLost("out of memory")),
+    ],
+)
+async def test_a_failure_says_what_is_to_blame(stage: Stage, error: Exception, told: Exception) -> None:
+    part, _, run = await stage.begun()
+    run.over.set_exception(error)
+    heard = await part.end()
+    assert (type(heard), str(heard)) == (type(told), str(told))
 
 
 @pytest.mark.parametrize(

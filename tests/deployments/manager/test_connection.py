@@ -346,6 +346,43 @@ async def test_a_peer_that_says_what_no_caller_says_is_cut_off(stage: Stage, sai
     assert (await stage.client().ask(View(0.0))).replicas
 
 
+async def test_a_flood_of_openings_does_not_hold_up_what_else_is_asked(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between openings the manager looks at its other connections."""
+    flood, control = stage.client(), stage.client()
+    await asyncio.gather(flood.ask(View(0.0)), control.ask(View(0.0)))
+    ask, opened = stage.managers[0].ask, 0
+    first = asyncio.Event()
+
+    async def counted(call: Call[Any]) -> Any:
+        nonlocal opened
+        if isinstance(call, Open):
+            opened += 1
+            first.set()
+        return await ask(call)
+
+    monkeypatch.setattr(stage.managers[0], "ask", counted)
+    openings = [asyncio.create_task(flood.ask(Open(SessionRequest(f"s{n}", 1_000_000, 1)))) for n in range(2000)]
+    await first.wait()
+    assert (await control.ask(Ready()))["pools"]
+    assert opened < 2000, "the answer did not wait for all of them"
+    refused = await asyncio.gather(*openings)
+    assert {type(each) for each in refused} == {Reject}
+
+
+async def test_an_opening_that_is_cancelled_before_its_turn_is_not_begun(stage: Stage) -> None:
+    client = stage.client()
+    await client.ask(View(0.0))
+    openings = [asyncio.create_task(client.ask(Open(request(f"s{n}")))) for n in range(200)]
+    await asyncio.sleep(0)
+    for opening in openings:
+        opening.cancel()
+    await asyncio.gather(*openings, return_exceptions=True)
+    assert await client.ask(View(0.0))
+    await until(lambda: stage.open == stage.queued == 0)
+
+
 @pytest.mark.parametrize(
     "call", [Open(REQUEST), View(), Report(SNAPSHOT), Silent(()), Ready()], ids=lambda call: type(call).__name__
 )

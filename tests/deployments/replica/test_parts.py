@@ -82,9 +82,9 @@ async def test_a_part_that_is_over_keeps_its_outcome() -> None:
     parts = Parts()
     finished, failed = begun(parts, "a"), begun(parts, "b")
     finished.done.set_result("finished")
-    failed.fail("out of memory")
+    failed.fail(EngineError("out of memory"))
     assert parts.move_out() == 0
-    parts.fail("the replica is stopping")
+    parts.fail(EngineError("the replica is stopping"))
     parts.orphan(INGRESS)
     assert finished.done.result() == "finished"
     with pytest.raises(EngineError, match="out of memory"):

@@ -59,6 +59,43 @@ def test_the_room_is_bounded_and_says_when_to_come_back() -> None:
     assert "c" not in room
 
 
+def of_client(session_id: str, client: str) -> SessionRequest:
+    return replace(ask(session_id, 10), client=client)
+
+
+def test_in_a_full_room_no_client_keeps_the_others_out() -> None:
+    room = room_of(*(of_client(f"a{n}", "a") for n in range(3)), of_client("b0", "b"), max_requests=4)
+    entered = room.enter(of_client("c0", "c"), 1.0)
+    assert isinstance(entered, Entered)
+    assert entered.displaced is not None
+    assert entered.displaced.request.session_id == "a2", "the newest of the client that has the most"
+    assert entered.displaced.decision == Reject(
+        "the queue is full, and its client has 3 requests in it", 1.0, code="displaced"
+    )
+    for again in (of_client("a3", "a"), of_client("c1", "c"), of_client("b1", "b")):
+        refused = room.enter(again, 1.0)
+        assert isinstance(refused, Reject)
+        assert refused.code == "queue_full", "its client has as many as any other, or one fewer"
+
+
+def test_in_a_full_class_no_client_keeps_the_others_out() -> None:
+    classes = PriorityClasses((PriorityClass("batch", 5, max_queued=2),), "batch")
+    room = room_of(max_requests=100, classes=classes)
+    for n in range(2):
+        assert room.enter(replace(of_client(f"a{n}", "a"), priority="batch"), 0.0) == Entered()
+    entered = room.enter(replace(of_client("b0", "b"), priority="batch"), 0.0)
+    assert isinstance(entered, Entered)
+    assert entered.displaced is not None
+    assert entered.displaced.request.session_id == "a1"
+
+
+def test_what_was_placed_before_is_not_displaced() -> None:
+    room = room_of(*(replace(of_client(f"a{n}", "a"), attempt=2) for n in range(3)), max_requests=3)
+    refused = room.enter(of_client("b0", "b"), 0.0)
+    assert isinstance(refused, Reject)
+    assert refused.code == "queue_full"
+
+
 def test_entering_twice_raises_and_leaving_is_idempotent() -> None:
     room = room_of(ask("a", 10))
     with pytest.raises(ValueError, match="session a is waiting already"):

@@ -12,8 +12,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from app.body_text import check_text
 from app.bounds import Bounds
-from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer
+from app.error_shape import is_anthropic, shaped
+from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer, error_body, type_of
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.request_identity import request_context
 from app.timings import TIMINGS, Timings
@@ -67,10 +69,10 @@ class Gateway:
         route = self._routes.get(scope["path"].removeprefix(scope.get("root_path", "")))
         if route is None:
             await self._forward(scope, receive, send, request_id)
-        elif scope["method"] not in ("GET", "HEAD"):
-            await respond(send, answer(MethodNotAllowed(f"{scope['path']} answers GET only")))
-        else:
-            await respond(send, await route())
+            return
+        get = scope["method"] in ("GET", "HEAD")
+        own = await route() if get else answer(MethodNotAllowed(f"{scope['path']} answers GET only"))
+        await respond(send, own)
 
     async def _health(self) -> Answer:
         return Answer(200, {"status": "alive"})
@@ -79,32 +81,36 @@ class Gateway:
         state, _ = await self._ask(Ready())
         pools = state.get("pools") or {}
         ready = bool(pools) and all(pool.get("ready") for pool in pools.values())
-        return Answer(200 if ready else 503, {"pools": {}, **state, "ready": ready})
+        state = {"pools": {}, **state, "ready": ready}
+        if not ready and "error" not in state:
+            state["error"] = _unready("a pool has no ready replica", "not_ready")
+        return Answer(200 if ready else 503, state)
 
     async def _status(self) -> Answer:
         state, answered = await self._ask(Status())
         return Answer(200 if answered else 503, {**state, "ingress": self.counters})
 
     async def _ask(self, call: Ready | Status) -> tuple[dict[str, Any], bool]:
-        """The control plane's answer and True, or `{"error": why}` and False when there is no answer in time."""
+        """The control plane's answer and True, or only an error and False when there is no answer in time."""
         try:
             return await asyncio.wait_for(self._manager.ask(call), self._timings.control_s), True
         except Exception as error:  # noqa: BLE001 - the reason why there is no answer becomes the answer
             logger.warning("the control plane did not answer: %r", error)
-            return {"error": f"{type(error).__name__}: {error}".rstrip(": ")}, False
+            return {"error": _unready(f"{type(error).__name__}: {error}".rstrip(": "), "manager_away")}, False
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
             body = await _read_body(scope, receive, self._config.max_body_bytes, self._timings.body_s)
             if body is None:  # the client is gone: it left while it was sending
                 return
+            check_text(body)
             context = request_context(request_id, scope, body, self._config.client_header)
             context.most_parts = self._bounds.most_parts
             parts = self._bounds.enter(context.client, body)
         except (RequestError, TooManyParts) as error:
             refusal = answer(error)
             _count(self.counters["errors"], str(refusal.status))
-            await respond(send, refusal)
+            await respond(send, shaped(refusal, is_anthropic(scope)))
             return
         exchange = Exchange(context, body, receive, send, self._timings)
         token = current.set(context)
@@ -180,6 +186,12 @@ def _with_header(send: Send, name: bytes, value: bytes) -> Send:
         await send(message)
 
     return wrapped
+
+
+def _unready(message: str, code: str) -> dict[str, Any]:
+    """The error in a 503 of our own routes."""
+    error: dict[str, Any] = error_body(message, type_of(503), code)["error"]
+    return error
 
 
 def _count(counts: dict[str, int], key: str) -> None:

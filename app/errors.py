@@ -1,4 +1,4 @@
-"""One table: why a request fails -> HTTP status, OpenAI error type and code."""
+"""One table: why a request fails -> HTTP status, error type and code. One list: HTTP status -> error type."""
 
 from __future__ import annotations
 
@@ -49,6 +49,14 @@ class MethodNotAllowed(RequestError):
     """One of Baton's own routes was called with another method than GET."""
 
 
+class NotText(RequestError):
+    """The body holds half of a surrogate pair, which no text has."""
+
+
+class StoredResponsesOff(RequestError):
+    """The request needs a stored response, and `ingress.stored_responses` is off."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of the table. `code` and `retry_after_s` (seconds) are used where the exception has none of its own.
@@ -85,8 +93,32 @@ TABLE: dict[type[Exception], Row] = {
     HeaderTooLong: Row(400, "invalid_request_error", "header_too_long"),
     TooManyForClient: Row(429, "rate_limit_error", "too_many_for_client", retry_after_s=1.0),
     MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
+    NotText: Row(400, "invalid_request_error", "not_text"),
+    StoredResponsesOff: Row(400, "invalid_request_error", "stored_responses_off"),
 }
 _UNKNOWN = Row(500, "server_error", "internal_error")
+
+# The type of every error of the API by its status, in OpenAI's shape; statuses that are not here have their hundred's.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+# Where Anthropic's API has another name for it.
+_ANTHROPIC = {"service_unavailable_error": "overloaded_error", "server_error": "api_error"}
+
+
+def type_of(status: int) -> str:
+    """The error type of an HTTP status, in OpenAI's shape."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def anthropic_type_of(status: int) -> str:
+    """The error type of an HTTP status, in Anthropic's shape."""
+    return "request_too_large" if status == 413 else _ANTHROPIC.get(type_of(status), type_of(status))
 
 
 @dataclass(frozen=True)
@@ -115,11 +147,3 @@ def answer(error: Exception) -> Answer:
     if not row.retried:
         headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
     return Answer(row.status, error_body(message, row.type, code), headers)
-
-
-def of_status(status: int, message: str) -> Answer:
-    """An error that the inner server answered in another shape than OpenAI's, in OpenAI's shape."""
-    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
-    return Answer(status, error_body(message, kind, status))

@@ -34,15 +34,16 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from app import model_route, openapi, stored_responses_off
 from configs.schema import BatonConfig
 
 TASKS = ("generate",)
 BUILD_TIMEOUT_S = 300.0
 
-# Every route of vLLM's that a user gets. These are left out: /health, /ping and /load (Baton's own, or of one engine);
-# administration of one engine (elastic ep, kv_event_sources, its development mode); vLLM's own disaggregation
-# (/inference, render, derender); stored responses (they are in one process's memory); what Baton does not generate
-# (systemone, generative_scoring); /invocations (another name for a route that is here).
+# Every route of vLLM's that a user always gets. These are left out: /health (Baton's own); administration of one engine
+# (elastic ep, kv_event_sources, its development mode); vLLM's own disaggregation (/inference, render, derender); stored
+# responses (they are in one process's memory); what Baton does not generate (systemone, generative_scoring);
+# /invocations (another name for a route that is here).
 ALLOWED_ROUTES = frozenset(
     {
         "/v1/completions",
@@ -52,6 +53,7 @@ ALLOWED_ROUTES = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/ping",
         "/tokenize",
         "/detokenize",
         "/version",
@@ -62,6 +64,14 @@ ALLOWED_ROUTES = frozenset(
         "/redoc",
     }
 )
+# Those that an option of `ingress.server_args` switches on. Without its option, /load would always say 0.
+SWITCHED_ROUTES = {
+    "/load": "enable_server_load_tracking",
+    "/tokenizer_info": "enable_tokenizer_info_endpoint",
+    "/static": "enable_offline_docs",
+}
+# Unlike vLLM's defaults. A forced tool without `strict` gets arguments of its schema, and not any JSON.
+DEFAULTS = {"enable_prompt_tokens_details": True, "tool_strict_level": "parameter"}
 
 # Options of `vllm serve` that Baton sets, or that mean nothing without an engine and a socket of vLLM's own.
 _OWNED = frozenset(
@@ -144,9 +154,13 @@ async def build_server(config: BatonConfig, model_path: str, core: EngineCoreCli
     args = _serve_args(config, model_path)
     llm = ClusterLLM(_vllm_config(args), core, log_requests=args.enable_log_requests)
     app = build_app(args, TASKS, llm.model_config)
-    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in ALLOWED_ROUTES]
+    allowed = ALLOWED_ROUTES | {path for path, option in SWITCHED_ROUTES.items() if getattr(args, option)}
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in allowed]
     async with asyncio.timeout(BUILD_TIMEOUT_S):
         await init_app_state(llm, app.state, args, TASKS)
+    model_route.install(app)
+    stored_responses_off.install(app)
+    openapi.complete(app)
     # vLLM's error handler tells its uvicorn to exit when the frontend has died. Here `llm.errored` says so instead.
     app.state.server = SimpleNamespace(should_exit=False)
     if config.ingress.default_max_tokens is not None:
@@ -207,7 +221,7 @@ class _Parser(FlexibleArgumentParser):
 def _serve_args(config: BatonConfig, model_path: str) -> Namespace:
     """The arguments of `vllm serve`: Baton's, and those of `ingress.server_args` by their argparse names."""
     parser = make_arg_parser(_Parser())
-    given = config.ingress.server_args
+    given = {**DEFAULTS, **config.ingress.server_args}
     known = vars(parser.parse_args([]))
     if taken := sorted(_OWNED & given.keys()):
         raise ValueError(f"ingress.server_args may not set {taken}: Baton sets it, or it means nothing here")

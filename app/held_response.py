@@ -8,7 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from app.errors import Answer, answer, of_status
+from app.error_shape import STREAMED, event, is_anthropic, of_event, of_response, shaped
+from app.errors import Answer, answer
 from app.timings import TIMINGS, Timings
 from deployments.cluster.request_context import RequestContext
 
@@ -19,8 +20,6 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-_STREAMED_ERROR = b'data: {"error"'
-_MESSAGES_ERROR = b"event: error\ndata: "  # of /v1/messages
 _FINGERPRINT = b'"system_fingerprint":"'
 # What vLLM's /v1/responses streams before its engine has said anything.
 _PRELUDE = (b"event: response.created", b"event: response.in_progress")
@@ -33,12 +32,17 @@ class Exchange:
 
     Once the response is replaced, or the server cancels this call, the inner application sees a disconnected client:
     it aborts what it still runs, and what it still sends is dropped.
+
+    `status` is the response's, 0 before there is one. `failure`: the error that the client was told. `left`: the client
+    went away before the end.
     """
 
     def __init__(
         self, context: RequestContext, body: bytes, receive: Receive, send: Send, timings: Timings = TIMINGS
     ) -> None:
         self.status = 0
+        self.failure: Answer | None = None
+        self._client_gone = self._anthropic = False
         self._context = context
         self._body: bytes | None = body
         self._outer_receive = receive
@@ -51,6 +55,7 @@ class Exchange:
 
     async def run(self, inner: ASGIApp, scope: Scope) -> None:
         """Run the inner application until it ends or its response has been replaced. No task is left."""
+        self._anthropic = is_anthropic(scope)
         task = asyncio.ensure_future(inner(scope, self._receive, self._send))
         try:
             await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
@@ -63,8 +68,11 @@ class Exchange:
         failure = answer(self._context.error or error)
         if not self._begun:
             await self._replace(failure)
-        elif not self._ended and self._streams_events():
-            await self._outer_send({"type": "http.response.body", "body": _event(failure)})
+            return
+        self.failure = self.failure or failure
+        if not self._ended and self._streams_events():
+            self._ended = True
+            await self._outer_send({"type": "http.response.body", "body": event(failure, self._anthropic)})
         elif not self._ended:  # a server breaks the connection off, so that the answer does not look whole
             raise error
 
@@ -77,7 +85,11 @@ class Exchange:
         incoming = asyncio.ensure_future(self._outer_receive())
         try:
             await asyncio.wait((incoming, self._gone), return_when=asyncio.FIRST_COMPLETED)
-            return incoming.result() if incoming.done() else {"type": "http.disconnect"}
+            if not incoming.done():
+                return {"type": "http.disconnect"}
+            message = incoming.result()
+            self._client_gone |= message["type"] == "http.disconnect" and not self._ended
+            return message
         finally:
             incoming.cancel()
 
@@ -102,9 +114,9 @@ class Exchange:
             await self._replace(answer(self._context.error))
         elif more and (failed or not body or body.startswith(_PRELUDE)):
             self._held += body
-        elif failed and not _has_error_object(self._held + body):
-            await self._replace(of_status(self._start["status"], _text(self._held + body)))
-        elif body.startswith(_STREAMED_ERROR) and (refusal := _streamed_refusal(body)):
+        elif failed:
+            await self._replace(of_response(self._start["status"], self._held + body))
+        elif self._streams_events() and (refusal := of_event(body)):
             await self._replace(refusal)
         else:
             await self._begin({**message, "body": self._held + body})
@@ -121,11 +133,18 @@ class Exchange:
         await self._outer_send(marked)
 
     def _explained(self, message: Message) -> Message:
-        """The error event with which a stream breaks off, by Baton's error: vLLM's server does not know which it is."""
-        error, body = self._context.error, message.get("body", b"")
-        if error is None or not body.startswith((_STREAMED_ERROR, _MESSAGES_ERROR)):
+        """The error event with which a stream breaks off, in its API's shape.
+
+        vLLM's server does not know which error of Baton's it is.
+        """
+        body: bytes = message.get("body", b"")
+        if not body.startswith(STREAMED):
             return message
-        return {**message, "body": _event(answer(error), is_message=body.startswith(_MESSAGES_ERROR))}
+        failure = of_event(body) if self._context.error is None else answer(self._context.error)
+        if failure is None:
+            return message
+        self.failure = failure
+        return {**message, "body": event(failure, self._anthropic) + body.partition(b"\n\n")[2]}
 
     def _marked(self, message: Message) -> Message:
         """Mark the `system_fingerprint` of a seed's answer that several engines have given.
@@ -142,9 +161,13 @@ class Exchange:
         kept = [] if self._start is None else list(self._start.get("headers", ()))
         kept = [(name, value) for name, value in kept if not name.lower().startswith(b"content-")]
         self._begun = self._ended = True
-        self.status = response.status
-        await respond(self._outer_send, response, [*kept, *self._placement()])
+        self.status, self.failure = response.status, response
+        await respond(self._outer_send, shaped(response, self._anthropic), [*kept, *self._placement()])
         self._leave()
+
+    @property
+    def left(self) -> bool:
+        return self._client_gone or (not self._ended and self.failure is None)
 
     def _leave(self) -> None:
         if not self._gone.done():
@@ -174,12 +197,6 @@ async def _settle(task: asyncio.Future[None], close_s: float) -> Exception | Non
     return error if isinstance(error, Exception) else None
 
 
-def _event(failure: Answer, is_message: bool = False) -> bytes:
-    """A failure as an event of a stream. `is_message`: a stream of /v1/messages, whose events name their type twice."""
-    prefix, body = (_MESSAGES_ERROR, {"type": "error", **failure.body}) if is_message else (b"data: ", failure.body)
-    return prefix + json.dumps(body).encode() + b"\n\n"
-
-
 async def respond(send: Send, response: Answer, headers: Headers | None = None) -> None:
     """Send a whole response with a JSON body."""
     body = json.dumps(response.body).encode()
@@ -187,31 +204,3 @@ async def respond(send: Send, response: Answer, headers: Headers | None = None) 
     pairs = [*(headers or []), *((name.encode(), value.encode()) for name, value in own.items())]
     await send({"type": "http.response.start", "status": response.status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})
-
-
-def _has_error_object(body: bytes) -> bool:
-    try:
-        parsed = json.loads(body)
-    except ValueError:
-        return False
-    return isinstance(parsed, dict) and isinstance(parsed.get("error"), dict)
-
-
-def _text(body: bytes) -> str:
-    """The message in a body of another shape: `{"error": text}`, `{"detail": text}` or plain text."""
-    try:
-        parsed = json.loads(body)
-    except ValueError:
-        return body.decode(errors="replace")[:1000]
-    found = parsed.get("error", parsed.get("detail")) if isinstance(parsed, dict) else parsed
-    return found if isinstance(found, str) else json.dumps(found)
-
-
-def _streamed_refusal(event: bytes) -> Answer | None:
-    """The error with which a stream begins, when it names its HTTP status."""
-    try:
-        body = json.loads(event.removeprefix(b"data: ").split(b"\n\n", 1)[0])
-    except ValueError:
-        return None
-    status = body["error"].get("code") if isinstance(body["error"], dict) else None
-    return Answer(status, body) if isinstance(status, int) and 400 <= status <= 599 else None

@@ -43,7 +43,10 @@ async def test_ready() -> None:
 )
 async def test_not_ready_says_why(pools: dict[str, Any]) -> None:
     response = await get("/ready", Control({"ready": True, "pools": pools}))
-    assert (response.status_code, response.json()) == (503, {"ready": False, "pools": pools})
+    told = response.json()
+    error = told.pop("error")
+    assert (response.status_code, told) == (503, {"ready": False, "pools": pools})
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "not_ready")
 
 
 @pytest.mark.parametrize("path", ["/ready", "/baton/status"])
@@ -51,7 +54,9 @@ async def test_not_ready_says_why(pools: dict[str, Any]) -> None:
 async def test_a_silent_control_plane_is_a_503(path: str, control: Control) -> None:
     response = await get(path, control, timings=QUICK)
     assert response.status_code == 503
-    assert ("down" if isinstance(control.answer, Exception) else "Timeout") in response.json()["error"]
+    error = response.json()["error"]
+    assert ("down" if isinstance(control.answer, Exception) else "Timeout") in error["message"]
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "manager_away")
 
 
 async def test_status_counts_by_mode_rule_and_error() -> None:

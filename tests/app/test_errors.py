@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.errors import TABLE, answer, of_status
+from app.errors import TABLE, answer, anthropic_type_of, type_of
 from deployments import errors
 
 
@@ -35,22 +35,32 @@ def test_the_table(error: Exception, status: int, code: str, retry_after: str | 
     assert "secret" not in str(response.body)
 
 
+def test_every_row_has_the_type_of_its_status() -> None:
+    assert {row.status: row.type for row in TABLE.values()} == {
+        row.status: type_of(row.status) for row in TABLE.values()
+    }
+
+
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("status", "kind", "anthropic"),
     [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (499, "invalid_request_error"),
-        (500, "server_error"),
-        (503, "server_error"),
+        (400, "invalid_request_error", "invalid_request_error"),
+        (401, "authentication_error", "authentication_error"),
+        (403, "permission_error", "permission_error"),
+        (404, "not_found_error", "not_found_error"),
+        (405, "invalid_request_error", "invalid_request_error"),
+        (408, "invalid_request_error", "invalid_request_error"),
+        (413, "invalid_request_error", "request_too_large"),
+        (429, "rate_limit_error", "rate_limit_error"),
+        (499, "invalid_request_error", "invalid_request_error"),
+        (500, "server_error", "api_error"),
+        (501, "server_error", "api_error"),
+        (503, "service_unavailable_error", "overloaded_error"),
+        (504, "timeout_error", "timeout_error"),
     ],
 )
-def test_an_error_of_the_inner_server_has_the_type_of_its_status(status: int, kind: str) -> None:
-    response = of_status(status, "no")
-    error = {"message": "no", "type": kind, "param": None, "code": status}
-    assert (response.status, response.body, response.headers) == (status, {"error": error}, {})
+def test_the_status_gives_the_type(status: int, kind: str, anthropic: str) -> None:
+    assert (type_of(status), anthropic_type_of(status)) == (kind, anthropic)
 
 
 class Late(errors.SessionTimeout):

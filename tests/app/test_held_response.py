@@ -121,9 +121,11 @@ async def test_a_replaced_application_that_goes_on_is_cancelled() -> None:
     assert cancelled.is_set()
 
 
-@pytest.mark.parametrize("prefix", [b"data: ", b"event: error\ndata: "], ids=["openai", "anthropic"])
-async def test_a_stream_that_breaks_off_says_why(prefix: bytes) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_stream_that_breaks_off_says_why(path: str) -> None:
     contexts: list[RequestContext] = []
+    anthropic = path == "/v1/messages"
+    prefix = b"event: error\ndata: " if anthropic else b"data: "
 
     async def note(context: RequestContext, receive: Receive) -> None:
         contexts.append(context)
@@ -131,21 +133,27 @@ async def test_a_stream_that_breaks_off_says_why(prefix: bytes) -> None:
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         await Toy(*STREAM[:2], act=note)(scope, receive, send)
         contexts[0].error = errors.ReplicaLost("gone")
-        inside = b'{"type": "error", "error"' if prefix.startswith(b"event") else b'{"error"'
+        inside = b'{"type": "error", "error"' if anthropic else b'{"error"'
         await send(body(prefix + inside + b': {"message": "Internal server error"}}\n\n'))
 
-    response = await post(inner)
+    response = await post(inner, path=path)
     before, _, event = response.text.partition("data: 1\n\n")
     assert (response.status_code, before) == (200, "")
     assert event.startswith(prefix.decode())
-    error = json.loads(event.removeprefix(prefix.decode()))["error"]
-    assert (error["message"], error["code"]) == ("gone", "replica_lost")
+    told = {"type": "overloaded_error", "message": "gone"}
+    ours = {"type": "service_unavailable_error", "message": "gone", "param": None, "code": "replica_lost"}
+    assert json.loads(event.removeprefix(prefix.decode())) == (
+        {"type": "error", "error": told} if anthropic else {"error": ours}
+    )
 
 
-async def test_an_error_in_the_middle_that_is_not_ours_stays_as_it_is() -> None:
-    event = b'data: {"error": {"code": 500}}\n\n'
+async def test_an_error_in_the_middle_that_is_not_ours_gets_its_type_and_what_follows_it_stays() -> None:
+    event = b'data: {"error": {"message": "no", "type": "BadRequestError", "code": 400}}\n\ndata: [DONE]\n\n'
     response = await post(Toy(*STREAM[:2], body(event)))
-    assert (response.status_code, response.text) == (200, "data: 1\n\n" + event.decode())
+    before, error, after = response.text.split("\n\n", 2)
+    assert (response.status_code, before, after) == (200, "data: 1", "data: [DONE]\n\n")
+    told = {"message": "no", "type": "invalid_request_error", "param": None, "code": 400}
+    assert json.loads(error.removeprefix("data: ")) == {"error": told}
 
 
 async def test_a_stream_that_begins_with_an_error_gets_its_status() -> None:
@@ -155,19 +163,44 @@ async def test_a_stream_that_begins_with_an_error_gets_its_status() -> None:
     assert response.json()["error"]["param"] == "n"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize(
-    ("status", "content", "message"),
+    ("status", "content", "message", "kind"),
     [
-        (401, b'{"error": "Unauthorized"}', "Unauthorized"),
-        (404, b'{"detail": "Not Found"}', "Not Found"),
-        (500, b"Internal Server Error", "Internal Server Error"),
+        (400, b'{"error": {"message": "no", "type": "Bad Request", "code": 400}}', "no", "invalid_request_error"),
+        (
+            400,
+            b'{"type": "error", "error": {"message": "no", "type": "BadRequestError"}}',
+            "no",
+            "invalid_request_error",
+        ),
+        (401, b'{"error": "Unauthorized"}', "Unauthorized", "authentication_error"),
+        (404, b'{"detail": "Not Found"}', "Not Found", "not_found_error"),
+        (404, b'{"detail": [1]}', "[1]", "not_found_error"),
+        (500, b"Internal Server Error", "Internal Server Error", None),
+        (503, b"", "Service Unavailable", None),
     ],
 )
-async def test_an_error_in_another_shape_is_put_into_openais(status: int, content: bytes, message: str) -> None:
+async def test_every_error_gets_the_shape_and_the_type_of_its_api(
+    path: str, status: int, content: bytes, message: str, kind: str | None
+) -> None:
     head, tail = body(content[:5], True), body(content[5:])
-    response = await post(Toy(start(status, b"text/plain", (b"content-length", b"1")), head, tail))
+    response = await post(Toy(start(status, b"text/plain", (b"content-length", b"1")), head, tail), path=path)
     assert response.status_code == status
-    assert response.json()["error"]["message"] == message
+    if path == "/v1/completions":
+        kind = kind or {500: "server_error", 503: "service_unavailable_error"}[status]
+        told = {"message": message, "type": kind, "param": None, "code": status}
+        assert response.json() == {"error": told}
+    else:
+        kind = kind or {500: "api_error", 503: "overloaded_error"}[status]
+        assert response.json() == {"type": "error", "error": {"type": kind, "message": message}}
+
+
+async def test_messages_that_begin_with_an_error_have_a_status() -> None:
+    event = b'event: error\ndata: {"type": "error", "error": {"type": "internal_error", "message": "no"}}\n\n'
+    response = await post(Toy(STREAM[0], body(event, True)), path="/v1/messages")
+    assert response.status_code == 500
+    assert response.json() == {"type": "error", "error": {"type": "api_error", "message": "no"}}
 
 
 async def test_an_application_that_raises_is_a_500_in_openais_shape() -> None:

@@ -80,9 +80,11 @@ def client(
     return httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://baton")
 
 
-async def post(inner: ASGIApp, timings: Timings = TIMINGS, **kwargs: Any) -> httpx.Response:
+async def post(
+    inner: ASGIApp, timings: Timings = TIMINGS, path: str = "/v1/completions", **kwargs: Any
+) -> httpx.Response:
     async with client(inner, timings=timings) as http:
-        return await http.post("/v1/completions", **{"content": b"{}", **kwargs})
+        return await http.post(path, **{"content": b"{}", **kwargs})
 
 
 async def call_by_hand(inner: ASGIApp, seen: list[Message], *then: Message) -> None:

@@ -1,0 +1,165 @@
+"""The OpenAPI document: vLLM's, completed with Baton's name, routes, headers and errors."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+
+from app.errors import anthropic_type_of, type_of
+
+TITLE = "Baton"
+_DESCRIPTION = "LLM serving with prefill and decode on separate replicas: OpenAI's and Anthropic's APIs."
+GENERATES = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+    }
+)
+"""Routes that open sessions."""
+_SESSION_ERRORS = (408, 413, 429, 500, 503, 504)
+_MEANINGS = {
+    400: "The request is wrong, or no replica could ever serve it.",
+    401: "`api_key` is set in `ingress.server_args`, and the request has none of the keys.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is larger than `ingress.max_body_bytes`.",
+    429: "Too much is asked for at once.",
+    500: "The server failed.",
+    503: "No replica is ready, or the replicas of the request were lost.",
+    504: "The session outlived `placement.session_timeout_s`.",
+}
+_HEADERS = {
+    "X-Request-Id": "The request's own `X-Request-Id`, or a new one.",
+    "X-Baton-Mode": "How the request was served: `disaggregated`, `decode_local` or `prefill_local`.",
+    "X-Baton-Rule": "The rule that kept the request from being split; absent when none did.",
+    "Retry-After": "Seconds after which trying again makes sense.",
+}
+_PARAMETERS = {
+    "X-Request-Id": "The request's id: 1 to 128 visible ASCII characters.",
+    "X-Session-Id": "Requests with the same value go to the same replicas where they can. At most 256 bytes.",
+    "X-Baton-Class": "The priority class, one of `placement.classes`. At most 256 bytes.",
+}
+_OWN = {
+    "/health": ("Whether the ingress is alive", {"status": {"type": "string"}}, None),
+    "/ready": (
+        "Whether every pool has a ready replica",
+        {"ready": {"type": "boolean"}, "pools": {"type": "object"}},
+        "A pool has no ready replica, or the session manager does not answer.",
+    ),
+    "/baton/status": (
+        "Pools, replicas, sessions, reservations, the queue, and counts",
+        {"pools": {"type": "object"}, "ingress": {"type": "object"}},
+        "The session manager does not answer.",
+    ),
+}
+
+
+def complete(app: FastAPI) -> None:
+    """Make the server's document, once, from the routes that it has now. The server then shows this one."""
+    app.title, app.version, app.description = TITLE, _version(), _DESCRIPTION
+    if app.openapi_url is None:
+        return
+    document = app.openapi()
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(Error=_schema(anthropic=False), AnthropicError=_schema(anthropic=True))
+    components["headers"] = {name: _header(name) for name in _HEADERS}
+    components["parameters"] = {name: _parameter(name) for name in _PARAMETERS}
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            _complete(path, method, operation)
+    document["paths"].update({path: {"get": _own(*about)} for path, about in _OWN.items()})
+
+
+def _version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:  # run from a folder that is not installed
+        return "0"
+
+
+def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
+    """Add headers and errors to one operation of vLLM's. Its own errors go: all have one shape."""
+    generates = path in GENERATES
+    responses: dict[str, Any] = {s: r for s, r in operation["responses"].items() if not s.startswith(("4", "5"))}
+    for response in responses.values():
+        response["headers"] = _headers("X-Request-Id", *(("X-Baton-Mode", "X-Baton-Rule") if generates else ()))
+    anthropic = path.startswith("/v1/messages")
+    responses |= {str(status): _error(status, anthropic) for status in _statuses(path, method, generates)}
+    operation["responses"] = responses
+    names = _PARAMETERS if path.startswith("/v1") else ("X-Request-Id",)
+    operation["parameters"] = [
+        *operation.get("parameters", ()),
+        *({"$ref": f"#/components/parameters/{name}"} for name in names),
+    ]
+
+
+def _statuses(path: str, method: str, generates: bool) -> list[int]:
+    """What may go wrong with an operation, beside a wrong method."""
+    found = {400, 500}
+    if path.startswith("/v1"):
+        found.add(401)
+    if method == "post":
+        found |= {404, 408, 413}
+    if path.startswith("/v1/models/"):
+        found.add(404)
+    return sorted(found | set(_SESSION_ERRORS if generates else ()))
+
+
+def _error(status: int, anthropic: bool, meaning: str | None = None) -> dict[str, Any]:
+    kind = anthropic_type_of(status) if anthropic else type_of(status)
+    retry = ("Retry-After",) if status in (429, 503) else ()
+    return {
+        "description": f"{meaning or _MEANINGS[status]} The error's type is `{kind}`.",
+        "headers": _headers("X-Request-Id", *retry),
+        "content": _json({"$ref": f"#/components/schemas/{'AnthropicError' if anthropic else 'Error'}"}),
+    }
+
+
+def _own(summary: str, properties: dict[str, Any], unready: str | None) -> dict[str, Any]:
+    """One of Baton's own routes. `unready`: what its 503 means."""
+    body = {"type": "object", "properties": properties, "required": list(properties)}
+    headers = _headers("X-Request-Id")
+    responses = {"200": {"description": "Successful Response", "headers": headers, "content": _json(body)}}
+    if unready is not None:
+        responses["503"] = {**_error(503, anthropic=False, meaning=unready), "headers": headers}
+    return {
+        "summary": summary,
+        "parameters": [{"$ref": "#/components/parameters/X-Request-Id"}],
+        "responses": responses,
+    }
+
+
+def _schema(anthropic: bool) -> dict[str, Any]:
+    text: dict[str, Any] = {"type": "string"}
+    if anthropic:
+        fields: dict[str, Any] = {"type": text, "message": text}
+        outer: dict[str, Any] = {"type": {"type": "string", "const": "error"}}
+    else:
+        code = {"anyOf": [text, {"type": "integer"}, {"type": "null"}]}
+        fields = {"message": text, "type": text, "param": {"anyOf": [text, {"type": "null"}]}, "code": code}
+        outer = {}
+    outer["error"] = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": "object", "properties": outer, "required": list(outer)}
+
+
+def _header(name: str) -> dict[str, Any]:
+    return {"description": _HEADERS[name], "schema": {"type": "string"}}
+
+
+def _parameter(name: str) -> dict[str, Any]:
+    longest = 128 if name == "X-Request-Id" else 256
+    schema = {"type": "string", "maxLength": longest}
+    return {"name": name, "in": "header", "required": False, "description": _PARAMETERS[name], "schema": schema}
+
+
+def _headers(*names: str) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from app.access_log import Entry
 from app.body_text import check_text
 from app.bounds import Bounds
 from app.error_shape import is_anthropic, shaped
@@ -64,15 +65,17 @@ class Gateway:
             await self._inner(scope, receive, send)
             return
         request_id = _request_id(scope)
+        entry = Entry(scope, request_id)
         if self._echo:
             send = _with_header(send, REQUEST_ID, request_id.encode())
         route = self._routes.get(scope["path"].removeprefix(scope.get("root_path", "")))
         if route is None:
-            await self._forward(scope, receive, send, request_id)
+            await self._forward(scope, receive, send, request_id, entry)
             return
         get = scope["method"] in ("GET", "HEAD")
         own = await route() if get else answer(MethodNotAllowed(f"{scope['path']} answers GET only"))
         await respond(send, own)
+        entry.write(own.status, own if own.status >= 400 else None)
 
     async def _health(self) -> Answer:
         return Answer(200, {"status": "alive"})
@@ -98,10 +101,11 @@ class Gateway:
             logger.warning("the control plane did not answer: %r", error)
             return {"error": _unready(f"{type(error).__name__}: {error}".rstrip(": "), "manager_away")}, False
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str, entry: Entry) -> None:
         try:
             body = await _read_body(scope, receive, self._config.max_body_bytes, self._timings.body_s)
             if body is None:  # the client is gone: it left while it was sending
+                entry.write(0, left=True)
                 return
             check_text(body)
             context = request_context(request_id, scope, body, self._config.client_header)
@@ -111,6 +115,7 @@ class Gateway:
             refusal = answer(error)
             _count(self.counters["errors"], str(refusal.status))
             await respond(send, shaped(refusal, is_anthropic(scope)))
+            entry.write(refusal.status, refusal)
             return
         exchange = Exchange(context, body, receive, send, self._timings)
         token = current.set(context)
@@ -120,6 +125,7 @@ class Gateway:
             current.reset(token)
             self._bounds.leave(context.client, parts)
             self._tally(context, exchange.status)
+            entry.write(exchange.status, exchange.failure, context, exchange.left)
 
     def _tally(self, context: RequestContext, status: int) -> None:
         for mode in context.modes:

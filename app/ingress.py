@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Counter
 
+from app import access_log
 from app.api import Gateway
 from configs.schema import BatonConfig
 from deployments.cluster.request_context import RequestContext
@@ -52,6 +53,8 @@ class Ingress:
         from deployments.cluster.core import ClusterCore
         from deployments.cluster.recovery import Limits
 
+        if self._config.ingress.access_log:
+            access_log.start()
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
         block_size = self._config.block_size

@@ -9,6 +9,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from app.ingress import Ingress
 from configs.schema import BatonConfig, PoolConfig
@@ -49,6 +50,9 @@ def build(config: BatonConfig) -> Application:
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         max_surge_percent=ONE_MORE,
         graceful_shutdown_timeout_s=config.ingress.drain_s + STOP_S,
+        logging_config=LoggingConfig(
+            enable_access_log=False
+        ),  # its lines say no path; `ingress.access_log` has its own
         ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": _quiet(config)}},
     )
     return ingress.bind(arguments, manager, pools)

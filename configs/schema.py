@@ -297,6 +297,8 @@ class IngressConfig(Section):
     """The longest answer in tokens of a chat, message or response request that says none; null: the model's length."""
     drain_s: float = Field(60.0, gt=0)
     """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
+    access_log: bool = True
+    """One JSON line for each request, on the standard output of its ingress."""
     server_args: dict[str, Any] = Field({})
     """Other options of `vllm serve`, such as `tool_call_parser`. An option that Baton sets is refused by name."""
 

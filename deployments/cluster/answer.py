@@ -6,6 +6,7 @@ This file imports vllm.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -29,6 +30,10 @@ class Answer:
     batch: Batch
     sent: list[int] = field(default_factory=list)
     _digest: int = 0
+
+    def __post_init__(self) -> None:
+        if self.context is not None:
+            self.context.note_session(self.request.prompt_token_ids or (), self.sent)
 
     @property
     def session_id(self) -> str:
@@ -68,6 +73,8 @@ class Answer:
         output.kv_transfer_params = None
         if not finish:
             output.finish_reason = output.stop_reason = None
+        if not self.sent and self.context is not None and self.context.first_token_s is None:
+            self.context.first_token_s = time.monotonic() if output.new_token_ids else None
         self.sent += output.new_token_ids
         self.batch.add(output)
 

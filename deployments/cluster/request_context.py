@@ -6,6 +6,7 @@ context, notes how each of the request's sessions was placed, and why one failed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,6 +29,7 @@ class RequestContext:
     `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `most_parts`: the most sessions
     that it may have open; 0: any number. `seed_moved`: a sampled answer with a seed went on in another engine than the
     one where it began. `parts`: its open sessions. `error`: why the first of them failed, which ends the others.
+    `first_token_s`: when the first token came, by the monotonic clock.
     """
 
     request_id: str
@@ -41,6 +43,24 @@ class RequestContext:
     seed_moved: bool = False
     parts: dict[str, Part] = field(default_factory=dict)
     error: SessionError | None = None
+    first_token_s: float | None = None
+    _prompts: dict[int, Sequence[int]] = field(default_factory=dict)
+    _answers: list[Sequence[int]] = field(default_factory=list)
+
+    def note_session(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """A session begins. `answer` grows with its tokens. With n > 1 sessions share one prompt, which counts once."""
+        self._prompts[id(prompt)] = prompt
+        self._answers.append(answer)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self._prompts.values()))
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(map(len, self._answers))
 
     def fail(self, error: SessionError) -> bool:
         """One of its sessions has failed: the others end with the same error. False when one had failed before."""

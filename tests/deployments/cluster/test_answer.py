@@ -100,3 +100,18 @@ def test_an_answer_needs_no_request_context() -> None:
     made.remainder(2, "", after_progress=False)
     made.fail(ReplicaLost("gone"))
     assert len(sent.outputs) == 2
+
+
+def test_an_http_request_counts_the_tokens_of_its_sessions_and_knows_when_the_first_came() -> None:
+    context = RequestContext("r")
+    first, _ = answer(context)
+    second = Answer(first.request, context, first.batch)
+    assert (context.prompt_tokens, context.output_tokens, context.first_token_s) == (3, 0, None)
+    first.give(output(), finish=False)
+    assert context.first_token_s is None
+    first.give(output(7), finish=False)
+    came_s = context.first_token_s
+    second.give(output(7, 8), finish=False)
+    answer(context)
+    assert (context.prompt_tokens, context.output_tokens, context.first_token_s) == (6, 3, came_s)
+    assert came_s is not None

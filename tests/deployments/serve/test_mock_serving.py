@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -61,6 +62,27 @@ async def test_vllms_own_benchmark_measures_it_too(mock: Cluster) -> None:
     assert found["output_throughput"] > 0
     after = total(await asyncio.to_thread(mock.settled), "decode", "generated_tokens")
     assert after - before >= 8 * 5  # the first token of a split answer is prefill's
+
+
+async def test_the_ingress_writes_what_became_of_each_request_and_serve_writes_nothing_of_it(mock: Cluster) -> None:
+    async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
+        await client.post("/v1/completions", json=ask(list(range(100, 140)), n=2), headers={"x-request-id": "seen"})
+    title = f"ray::ServeReplica:{NAME}:ingress"
+    (pid,) = [pid for pid, line in processes(mock.marker).items() if line.startswith(title)]
+    written = await asyncio.to_thread(Path(f"/proc/{pid}/fd/1").resolve)
+
+    def found() -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in written.read_text().splitlines() if line.startswith('{"time"')]
+        return [line for line in lines if line["id"] == "seen"]
+
+    await until(lambda: bool(found()), BACK_WITHIN_S, "the line is there")
+    (line,) = found()
+    assert (line["method"], line["path"], line["status"], line["outcome"]) == ("POST", "/v1/completions", 200, "ok")
+    assert (line["mode"], line["prompt_tokens"], line["output_tokens"]) == ("disaggregated", 40, 16)
+    assert 0 < line["ttft_s"] < line["total_s"]
+    serves = [path.read_text() for path in (written.parent / "serve").glob(f"replica_{NAME}_ingress_*.log")]
+    assert serves
+    assert not any("POST" in text for text in serves)
 
 
 async def test_many_at_once_leave_nothing(mock: Cluster) -> None:

@@ -19,6 +19,7 @@ from deployments.errors import (
     RequestFault,
     SessionError,
     SessionTimeout,
+    StoreAway,
     TooManyParts,
     Unavailable,
     UnknownClass,
@@ -54,7 +55,15 @@ class NotText(RequestError):
 
 
 class StoredResponsesOff(RequestError):
-    """The request needs a stored response, and `ingress.stored_responses` is off."""
+    """A request needs stored responses, and `ingress.stored_responses` is not set."""
+
+
+class ResponseNotFound(RequestError):
+    """This client has stored no response of that id, or it is there no more."""
+
+
+class BadResponseRequest(RequestError):
+    """What a request wants of a stored response cannot be."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ TABLE: dict[type[Exception], Row] = {
     EngineFault: Row(500, "server_error", "engine_error", retried=False),
     Overloaded: Row(429, "rate_limit_error", "overloaded", retry_after_s=1.0),
     Unavailable: Row(503, "service_unavailable_error", "no_replica_available", retry_after_s=5.0),
+    StoreAway: Row(503, "service_unavailable_error", "store_unavailable", retry_after_s=1.0),
     ReplicaLost: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     ReplicaCrashed: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     ReplicaGone: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
@@ -95,6 +105,8 @@ TABLE: dict[type[Exception], Row] = {
     MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
     NotText: Row(400, "invalid_request_error", "not_text"),
     StoredResponsesOff: Row(400, "invalid_request_error", "stored_responses_off"),
+    ResponseNotFound: Row(404, "not_found_error", "response_not_found"),
+    BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),
 }
 _UNKNOWN = Row(500, "server_error", "internal_error")
 

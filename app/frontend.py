@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import vllm.platforms
 from fastapi import FastAPI
+from starlette.middleware import Middleware
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -34,7 +35,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from app import model_route, openapi, stored_responses_off
+from app import model_route, openapi
+from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig
 
 TASKS = ("generate",)
@@ -42,7 +44,7 @@ BUILD_TIMEOUT_S = 300.0
 
 # Every route of vLLM's that a user always gets. These are left out: /health (Baton's own); administration of one engine
 # (elastic ep, kv_event_sources, its development mode); vLLM's own disaggregation (/inference, render, derender); stored
-# responses (they are in one process's memory); what Baton does not generate (systemone, generative_scoring);
+# responses, which `app/stored_responses.py` answers; what Baton does not generate (systemone, generative_scoring);
 # /invocations (another name for a route that is here).
 ALLOWED_ROUTES = frozenset(
     {
@@ -143,8 +145,12 @@ class ClusterLLM(AsyncLLM):
         return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
 
-async def build_server(config: BatonConfig, model_path: str, core: EngineCoreClient) -> tuple[ClusterLLM, FastAPI]:
+async def build_server(
+    config: BatonConfig, model_path: str, core: EngineCoreClient, stored: Middleware | None = None
+) -> tuple[ClusterLLM, FastAPI]:
     """Build vLLM's OpenAI server over `core`. The application is ready to serve when this returns.
+
+    `stored`: `StoredResponses`, with its arguments. It goes behind vLLM's own middleware, which checks API keys.
 
     Raises:
         ValueError: `ingress.server_args` holds something that cannot be set.
@@ -159,7 +165,8 @@ async def build_server(config: BatonConfig, model_path: str, core: EngineCoreCli
     async with asyncio.timeout(BUILD_TIMEOUT_S):
         await init_app_state(llm, app.state, args, TASKS)
     model_route.install(app)
-    stored_responses_off.install(app)
+    app.user_middleware.append(stored or Middleware(StoredResponses))
+    app.middleware_stack = None  # a package that vLLM loads has built it before; it is built anew, with this one
     openapi.complete(app)
     # vLLM's error handler tells its uvicorn to exit when the frontend has died. Here `llm.errored` says so instead.
     app.state.server = SimpleNamespace(should_exit=False)

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Counter
+from starlette.middleware import Middleware
 
 from app import access_log
 from app.api import Gateway
+from app.background import Runs
+from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig
 from deployments.cluster.request_context import RequestContext
 from deployments.engine.build import checkpoint
@@ -21,6 +24,7 @@ from deployments.messages import Handoff
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
 from deployments.serve.ports import Pools, manager_client
+from deployments.serve.stored import StoreClient
 
 if TYPE_CHECKING:
     from deployments.cluster.core import ClusterCore
@@ -31,12 +35,20 @@ class FrontendDead(Exception):
 
 
 class Ingress:
-    """One ingress process. `pools`: a handle to each pool's deployment, by name."""
+    """One ingress process. `pools`: a handle to each pool's deployment, by name. `store`: to the store of responses."""
 
-    def __init__(self, config: dict[str, Any], manager: DeploymentHandle, pools: dict[str, DeploymentHandle]) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        manager: DeploymentHandle,
+        pools: dict[str, DeploymentHandle],
+        store: DeploymentHandle | None = None,
+    ) -> None:
         self._config = BatonConfig.model_validate(config)
         self._manager_handle = manager
         self._pools = Pools(pools)
+        self._store = None if store is None else StoreClient(store)
+        self._runs: Runs | None = None
         self._requests = Counter(
             "baton_requests",
             description="Requests by how they were placed, by the rule that kept them whole, and by HTTP status.",
@@ -69,7 +81,7 @@ class Ingress:
             Limits(placement.max_attempts),
             handoff,
         )
-        self._llm, server = await build_server(self._config, checkpoint(self._config), core)
+        self._llm, server = await build_server(self._config, checkpoint(self._config), core, self._stored())
         self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")
         # Serve's proxy answers with the request id itself.
         gateway = Gateway(
@@ -83,6 +95,14 @@ class Ingress:
         gateway.counters["without_manager"] = self._manager.counters
         return gateway
 
+    def _stored(self) -> Middleware | None:
+        """What stores responses; None where nothing does."""
+        ingress = self._config.ingress
+        if self._store is None:
+            return None
+        self._runs = Runs(self._store, ingress.max_ongoing_requests)
+        return Middleware(StoredResponses, store=self._store, runs=self._runs, max_body_bytes=ingress.max_body_bytes)
+
     async def _end_in_time(self, core: ClusterCore) -> None:
         """End every answer `ingress.drain_s` seconds after Serve begins to stop this ingress.
 
@@ -91,6 +111,8 @@ class Ingress:
         await until_leaving()
         if await is_application_leaving():
             core.refuse(Unavailable("this server is being stopped"))
+            if self._runs is not None:  # the store goes too, and nothing could show what they come to
+                await self._runs.close()
         await asyncio.sleep(self._config.ingress.drain_s)
         core.end_all(Unavailable("this server is being stopped, and the answer takes longer than it may"))
 
@@ -103,8 +125,10 @@ class Ingress:
         if self._llm.errored:
             raise FrontendDead("the frontend no longer takes engine outputs")
 
-    def __del__(self) -> None:
-        """Serve calls this once, when the last request is over."""
+    async def __del__(self) -> None:
+        """Serve calls this once, when the last request is over. Background responses may still run."""
+        if self._runs is not None:
+            await self._runs.ended()  # at the latest when `_end_in_time` ends every answer
         if llm := getattr(self, "_llm", None):
             llm.shutdown()
             self._manager.shutdown()

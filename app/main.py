@@ -12,12 +12,13 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from app.ingress import Ingress
-from configs.schema import BatonConfig, PoolConfig
+from configs.schema import BatonConfig, PoolConfig, StoredResponsesConfig
 from deployments.engine.build import environment, offline
 from deployments.replica.drain import STOP_S
 from deployments.serve.manager import ServeSessionManager
 from deployments.serve.replica import ServeReplica
 from deployments.serve.scaling import POLICY
+from deployments.serve.stored import ServeResponseStore
 
 NO_LIMIT = 100_000  # admission limits sessions, so Serve must never queue or refuse a placed one
 ONE_MORE = 1
@@ -39,6 +40,8 @@ def build(config: BatonConfig) -> Application:
         health_check_period_s=1,  # only this check finds a dead manager, and there is one manager
         health_check_timeout_s=10,
     ).bind(config)
+    stored = config.ingress.stored_responses
+    store = None if stored is None else _store(stored)
     pools = {
         name: serve.deployment(ServeReplica, name=name, **_options(config, name, pool)).bind(arguments, name, manager)
         for name, pool in config.pools.items()
@@ -55,7 +58,19 @@ def build(config: BatonConfig) -> Application:
         ),  # its lines say no path; `ingress.access_log` has its own
         ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": _quiet(config)}},
     )
-    return ingress.bind(arguments, manager, pools)
+    return ingress.bind(arguments, manager, pools, store)
+
+
+def _store(config: StoredResponsesConfig) -> Application:
+    """The store of responses, of exactly one replica."""
+    return serve.deployment(
+        ServeResponseStore,
+        name="stored-responses",
+        max_ongoing_requests=NO_LIMIT,
+        ray_actor_options={"num_cpus": 0.1},
+        health_check_period_s=1,  # only this check finds a dead store, and there is one store
+        health_check_timeout_s=10,
+    ).bind(config)
 
 
 def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]:

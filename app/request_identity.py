@@ -27,7 +27,7 @@ def request_context(request_id: str, scope: Scope, body: bytes, client_header: s
     """
     headers: dict[bytes, bytes] = {name.lower(): value for name, value in reversed(scope["headers"])}
     session, priority = _text(headers, SESSION), _text(headers, PRIORITY)
-    key = next((headers[name] for name in _KEYS if headers.get(name)), b"")
+    key = _key(headers)
     client = f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else _address(scope, client_header)
     return RequestContext(
         request_id,
@@ -45,6 +45,16 @@ def _address(scope: Scope, client_header: str | None) -> str:
     name = client_header.lower().encode()
     said = [value for key, value in scope["headers"] if key.lower() == name]
     return said[-1].rsplit(b",", 1)[-1].strip().decode("latin-1")[:_MAX_HEADER] if said else ""
+
+
+def owner_of(scope: Scope) -> str:
+    """Whose stored responses a request may see: a hash of its API key; "" for all requests without one."""
+    key = _key({name.lower(): value for name, value in reversed(scope["headers"])})
+    return hashlib.sha256(key).hexdigest() if key else ""
+
+
+def _key(headers: dict[bytes, bytes]) -> bytes:
+    return next((headers[name] for name in _KEYS if headers.get(name)), b"")
 
 
 def _text(headers: dict[bytes, bytes], name: bytes) -> str:

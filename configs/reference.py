@@ -30,6 +30,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.WeightsConfig: "`placement.weights`",
     schema.ClassConfig: "each entry of `placement.classes`",
     schema.IngressConfig: "`ingress`",
+    schema.StoredResponsesConfig: "`ingress.stored_responses`",
 }
 """Every section of the schema, in the order of the page, with its heading."""
 

@@ -272,6 +272,15 @@ class PlacementConfig(Section):
     """Seconds without an answer from an ingress until its sessions end; when it has died, they end at once."""
 
 
+class StoredResponsesConfig(Section):
+    """Responses that are kept: retrieve, cancel, `previous_response_id` and background."""
+
+    max_bytes: int = Field(256 * 1024 * 1024, gt=0)
+    """What the store holds; over that, the oldest responses of the client with the most bytes go first."""
+    ttl_s: float = Field(86400.0, gt=0)
+    """Seconds that a response is kept once it is over."""
+
+
 class IngressConfig(Section):
     """The HTTP side."""
 
@@ -299,6 +308,8 @@ class IngressConfig(Section):
     """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
     access_log: bool = True
     """One JSON line for each request, on the standard output of its ingress."""
+    stored_responses: StoredResponsesConfig | None = None
+    """Where set, even to `{}`: responses are stored, in a process that all ingresses share. null: none are."""
     server_args: dict[str, Any] = Field({})
     """Other options of `vllm serve`, such as `tool_call_parser`. An option that Baton sets is refused by name."""
 

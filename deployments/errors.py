@@ -49,6 +49,12 @@ class Unavailable(SessionError):
     retry_after_s = 5.0
 
 
+class StoreAway(Unavailable):
+    """The store of responses cannot be reached."""
+
+    retry_after_s = 1.0
+
+
 class ReplicaLost(SessionError):
     """A replica died or refused in the middle of the session."""
 

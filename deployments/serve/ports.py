@@ -18,11 +18,12 @@ from deployments.manager.client import ManagerClient
 from deployments.messages import Locate, ReplicaInfo, SessionTask
 from deployments.serve.cluster_secret import cluster_secret
 
-_GONE = (ray.exceptions.RayError, RayServeException, grpc.RpcError, EngineError, OSError)
+GONE = (ray.exceptions.RayError, RayServeException, grpc.RpcError, EngineError, OSError)
+"""What a call over a handle raises where the other side cannot be reached, or fails."""
 
 
-async def _ask(handle: DeploymentHandle, method: str, *args: Any) -> Any:
-    """Call a deployment. When the caller is cancelled, the call on the replica is cancelled too."""
+async def ask_handle(handle: DeploymentHandle, method: str, *args: Any) -> Any:
+    """Call a deployment. Raises one of `GONE`. A caller that is cancelled cancels the call on the replica too."""
     response = getattr(handle, method).remote(*args)
     try:
         return await response
@@ -45,9 +46,9 @@ class Pools(dict[str, DeploymentHandle]):
         """Where a replica listens to ingresses, `host:port`. Raises ReplicaLost."""
         asked = Locate(replica.replica_id, task.session_id, task.hands_over)
         try:
-            return str(await _ask(self[replica.pool], "address", asked))
-        except _GONE as error:
-            raise ReplicaLost(_why(error)) from error
+            return str(await ask_handle(self[replica.pool], "address", asked))
+        except GONE as error:
+            raise ReplicaLost(last_line(error)) from error
 
 
 def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClient:
@@ -55,14 +56,14 @@ def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClie
 
     async def locate() -> str:
         try:
-            return str(await _ask(handle, "address"))
-        except _GONE as error:
-            raise Unavailable(f"the session manager cannot be found: {_why(error)}") from error
+            return str(await ask_handle(handle, "address"))
+        except GONE as error:
+            raise Unavailable(f"the session manager cannot be found: {last_line(error)}") from error
 
     return ManagerClient(locate, cluster_secret(config))
 
 
-def _why(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """The last line of the error's message, because Ray's messages carry whole tracebacks."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

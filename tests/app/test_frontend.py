@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from app import model_route, stored_responses_off
+from app import model_route
 from app.api import Gateway
 from app.frontend import ALLOWED_ROUTES, ClusterLLM, build_server, frontend_config
 from configs.schema import BatonConfig
@@ -538,10 +538,15 @@ async def test_routes(server: Server) -> None:
     for path in ("/v1/models", "/version", "/metrics", "/health", "/ready", "/baton/status", "/openapi.json"):
         assert (await server.http.get(path)).status_code == 200, path
     paths = {getattr(route, "path", None) for route in server.inner.router.routes}
-    assert paths == ALLOWED_ROUTES | {model_route.PATH} | stored_responses_off.ROUTES.keys()
+    assert paths == ALLOWED_ROUTES | {model_route.PATH}
     for path in ("/load", "/tokenizer_info", "/scale_elastic_ep", "/inference/v1/generate", "/v1/nothing"):
         _check_error(await server.http.post(path, json={}), 404)
     _check_error(await server.http.get("/v1/completions"), 405)
+
+
+async def test_storing_is_a_wish_where_it_is_off(server: Server) -> None:
+    made = await server.openai.responses.create(model=MODEL, input="Hi", store=True, background=False)
+    assert made.output_text == TEXT
 
 
 async def test_tokenize(server: Server) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="session")
 def baton(reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """configs/cpu.yaml, running. Every request is split and stays where it is, so that tests know where it is."""
-    with started("cpu.yaml", tmp_path_factory.mktemp("baton"), split="always", rebalance=False) as cluster:
+    """configs/cpu.yaml, running. Every request is split and stays where it is, so that tests know where it is.
+
+    Responses are stored.
+    """
+    stores: dict[str, Any] = {"stored_responses": {}}
+    directory = tmp_path_factory.mktemp("baton")
+    with started("cpu.yaml", directory, ingress=stores, split="always", rebalance=False) as cluster:
         yield cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -106,6 +107,42 @@ async def test_a_named_tool_is_called(client: openai.AsyncOpenAI) -> None:
     assert calls[0].type == "function"
     assert calls[0].function.name == "weather"
     assert "city" in json.loads(calls[0].function.arguments)
+
+
+async def finished(client: openai.AsyncOpenAI, response_id: str) -> Any:
+    async with asyncio.timeout(240):
+        while (found := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.1)
+    return found
+
+
+async def test_a_conversation_is_stored(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input=PARIS, max_output_tokens=24, temperature=0)
+    assert "Paris" in first.output_text
+    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
+    turns = [*PARIS, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "Why?"}]
+    asked: Any = {"model": MODEL, "max_output_tokens": 16, "temperature": 0}
+    continued = await client.responses.create(input="Why?", previous_response_id=first.id, **asked)
+    assert continued.output_text == (await client.responses.create(input=turns, **asked)).output_text
+    await client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(first.id)
+
+
+async def test_a_background_response(client: openai.AsyncOpenAI, baton: Cluster) -> None:
+    asked: Any = {"model": MODEL, "input": PARIS, "temperature": 0}
+    whole = await client.responses.create(max_output_tokens=24, **asked)
+    made = await client.responses.create(max_output_tokens=24, background=True, **asked)
+    assert made.status == "queued"
+    found = await finished(client, made.id)
+    assert (found.status, found.output_text) == (whole.status, whole.output_text)
+    long = await client.responses.create(
+        max_output_tokens=1500, background=True, extra_body={"ignore_eos": True}, **asked
+    )
+    assert (await client.responses.cancel(long.id)).status == "cancelled"
+    assert (await client.responses.retrieve(long.id)).status == "cancelled"
+    await asyncio.to_thread(baton.settled)
+    assert baton.used_blocks() == 0
 
 
 async def test_errors_are_the_clients_own(client: openai.AsyncOpenAI) -> None:

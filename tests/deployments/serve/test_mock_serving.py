@@ -15,6 +15,7 @@ import pytest
 
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.serve.scaling import POLICY
+from deployments.stored.store import LOST
 from load_tests.traffic import vllm_bench
 from tests.e2e.client import Load, answer_to, events, until
 from tests.e2e.cluster import NAME, Cluster, processes, started, total
@@ -28,7 +29,8 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with started("mock.yaml", tmp_path_factory.mktemp("mock"), drain_s=DRAIN_S) as cluster:
+    ingress: dict[str, Any] = {"stored_responses": {}}
+    with started("mock.yaml", tmp_path_factory.mktemp("mock"), ingress=ingress, drain_s=DRAIN_S) as cluster:
         yield cluster
 
 
@@ -274,6 +276,45 @@ async def test_the_sessions_of_an_ingress_that_is_killed_are_ended(mock: Cluster
         assert status["sessions"]["closed"]["orphaned"] == 4
         assert mock.used_blocks() == 0
         assert await stream(http, 300) == (200, ANSWER_TOKENS, "length")
+
+
+async def test_the_background_responses_of_a_killed_ingress_have_failed(mock: Cluster) -> None:
+    asked = {"model": "mock", "input": "Hi", "max_output_tokens": 1900, "ignore_eos": True, "background": True}
+    async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as http:
+        made = (await http.post("/v1/responses", json=asked)).json()
+        path = f"/v1/responses/{made['id']}"
+        await reaches(http, path, "in_progress")
+        mock.kill("ingress")
+        found = await reaches(http, path, "failed")
+        assert found["error"]["message"] == LOST
+        await asyncio.to_thread(mock.settled)
+        assert mock.used_blocks() == 0
+
+
+async def test_a_killed_store_is_replaced_and_has_forgotten(mock: Cluster) -> None:
+    asked = {"model": "mock", "input": "Hi", "max_output_tokens": 8, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as http:
+        made = (await http.post("/v1/responses", json=asked)).json()
+        running = (
+            await http.post("/v1/responses", json=asked | {"max_output_tokens": 1900, "background": True})
+        ).json()
+        assert (await body(http, f"/v1/responses/{made['id']}"))["status"] == "incomplete"
+        mock.kill("stored-responses")
+        codes: set[str] = set()
+        async with asyncio.timeout(BACK_WITHIN_S):
+            while "response_not_found" not in codes:
+                codes.add((await body(http, f"/v1/responses/{made['id']}")).get("error", {}).get("code", "no answer"))
+        assert codes <= {"response_not_found", "store_unavailable"}
+        found = await reaches(http, f"/v1/responses/{running['id']}", "incomplete")
+        assert found["usage"]["output_tokens"] == 1900
+
+
+async def reaches(http: httpx.AsyncClient, path: str, status: str) -> dict[str, Any]:
+    """A stored response once it has a status, whatever happens on the way there."""
+    async with asyncio.timeout(BACK_WITHIN_S):
+        while (found := await body(http, path)).get("status") != status:
+            await asyncio.sleep(0.2)
+    return found
 
 
 async def test_haproxy_is_killed_and_serves_again(mock: Cluster) -> None:

@@ -1,0 +1,1 @@
+"""The store of responses that all ingresses share."""

@@ -1,0 +1,266 @@
+"""The mutator: bodies for every route that takes one, by a seed. Most are valid, at some bound."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from load_tests.fuzz import values
+from load_tests.fuzz.values import BIG_INTS, Draw, of
+
+MODEL = "smollm2-135m-instruct"
+SMALL_WORK = 512
+"""Tokens that a case may ask for, over all of its answers, where it asks for no more answers than a server takes."""
+MOST_PARTS = 256
+
+_SAMPLING: dict[str, Draw] = {
+    "temperature": of(0, 0.0, 1e-9, 0.01, 1, 2, 2.0001, -0.0, -1, 1e308, None),
+    "top_p": of(1, 1e-9, 0.5, 0, 1.0001, None),
+    "top_k": of(-1, 0, 1, 49_152, 2**31 - 1, 2**63, -2),
+    "min_p": of(0, 1, 0.5, -0.1),
+    "seed": of(0, -1, *BIG_INTS),
+    "frequency_penalty": of(-2, 2, 0, 2.1),
+    "presence_penalty": of(-2, 2, 0, -2.1),
+    "repetition_penalty": of(1, 1e-6, 2, 0, -1, 1e308),
+    "logit_bias": values.logit_bias,
+    "max_tokens": of(1, 2, 16, 64, 0, -1, 511, 512, 2048, *BIG_INTS),
+    "min_tokens": of(0, 1, 16, 17, -1, 2**31),
+    "n": of(1, 2, 8, 64, 256, 257, 2048, 16_384, 0, -1, *BIG_INTS),
+    "best_of": of(1, 2, 20, 0, 2**31),
+    "stop": of(None, "a", [], ["a"], [""], "", ["\U0001f600", "\ud83d"], ["a"] * 300, ["x" * 5000]),
+    "stop_token_ids": values.token_ids,
+    "allowed_token_ids": values.token_ids,
+    "bad_words": of([], ["a"], [""], ["\U0001f600"], ["\ud83d"], ["a b c"] * 50),
+    "ignore_eos": of(True, False),
+    "skip_special_tokens": of(True, False),
+    "include_stop_str_in_output": of(True, False),
+    "truncate_prompt_tokens": of(None, 1, 5, -1, 0, 2**31, -2),
+    "prompt_logprobs": of(0, 1, 20, 21, -1),
+    "structured_outputs": values.grammar,
+    "response_format": values.response_format,
+    "return_token_ids": of(True, False),
+    "stream_options": of(None, {}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}),
+    "user": values.text,
+    "priority": of(0, 1, -1, 2**31, 2**63),
+    "cache_salt": of("a", "", "\u00e9" * 50, "\ud83d"),
+    "request_id": of("a", "", "\u00e9", "a" * 5000),
+    "vllm_xargs": of({}, {"a": 1}, {"a": [1, "b"]}, {"kv_transfer_params": "x"}, {"a": None}),
+    "kv_transfer_params": of({}, {"do_remote_prefill": True}, values.nested(40)),
+    "unknown_field": of(1, values.nested(200), values.nested(900, is_list=True)),
+    "model": of(MODEL, "other", "", None),
+}
+_COMPLETION: dict[str, Draw] = {
+    "prompt": of(*values.TEXTS),
+    "logprobs": of(0, 1, 5, 20, 21, -1, None),
+    "echo": of(True, False),
+    "suffix": of("", "x"),
+    "add_special_tokens": of(True, False),
+    "prompt_embeds": of(None, "", "AAAA", ["AAAA", "BBBB"], "\u00e9"),
+}
+_CHAT: dict[str, Draw] = {
+    "logprobs": of(True, False),
+    "top_logprobs": of(0, 1, 20, 21, -1),
+    "max_completion_tokens": of(1, 16, 0, 2048, 2**31),
+    "tools": values.tools,
+    "tool_choice": of("auto", "none", "required", "x", {"type": "function", "function": {"name": "f"}}),
+    "parallel_tool_calls": of(True, False, None),
+    "echo": of(True, False),
+    "add_generation_prompt": of(True, False),
+    "continue_final_message": of(True, False),
+    "chat_template": of(None, "{{ messages }}", "{% for", "{{ 1 / 0 }}"),
+    "chat_template_kwargs": of({}, {"a": 1}, {"messages": []}, {"tools": 1}, {"tokenize": True}),
+    "documents": of([], [{"title": "a", "text": "b"}], [{}]),
+    "reasoning_effort": of("low", "none", "x"),
+    "mm_processor_kwargs": of({}, {"a": 1}),
+}
+_RESPONSES: dict[str, Draw] = {
+    "instructions": values.text,
+    "max_output_tokens": of(1, 16, 64, 0, -1, 2048, 2**31, 2**64),
+    "temperature": _SAMPLING["temperature"],
+    "top_p": _SAMPLING["top_p"],
+    "top_k": _SAMPLING["top_k"],
+    "text": lambda draw: {"format": draw.choice(({"type": "text"}, {"type": "json_object"}, _text_format(draw)))},
+    "tools": values.flat_tools,
+    "tool_choice": of("auto", "none", "required", {"type": "function", "name": "f"}),
+    "top_logprobs": of(0, 1, 20, 21),
+    "include": of([], ["message.output_text.logprobs"], ["x"]),
+    "background": of(False, True),
+    "store": of(False, True),
+    "previous_response_id": of(None, "", "resp_1", "x"),
+    "truncation": of("auto", "disabled", "x"),
+    "metadata": of({}, {"a": "b"}, {"a": 1}),
+    "reasoning": of({"effort": "low"}, {}, None),
+    "max_tool_calls": of(0, 1, 2**31),
+    "logit_bias": values.logit_bias,
+    "cache_salt": _SAMPLING["cache_salt"],
+    "structured_outputs": values.grammar,
+    "request_id": _SAMPLING["request_id"],
+}
+_MESSAGES: dict[str, Draw] = {
+    "system": lambda draw: values.text(draw) if draw.random() < 0.5 else [{"type": "text", "text": values.text(draw)}],
+    "tools": values.message_tools,
+    "tool_choice": of({"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}, {"type": "x"}),
+    "stop_sequences": of([], ["a"], [""], ["\ud83d"], ["a"] * 100),
+    "max_tokens": of(1, 16, 64, 0, -1, 2048, 2**63),
+    "temperature": _SAMPLING["temperature"],
+    "top_p": _SAMPLING["top_p"],
+    "top_k": _SAMPLING["top_k"],
+    "metadata": of({}, {"user_id": "a"}, None),
+    "thinking": of({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}),
+}
+_TOKENIZE: dict[str, Draw] = {
+    "prompt": of(*values.TEXTS, "a" * 100_000),
+    "add_special_tokens": of(True, False),
+    "return_token_strs": of(True, False),
+}
+_DETOKENIZE: dict[str, Draw] = {"tokens": values.token_ids}
+
+
+def _text_format(draw: random.Random) -> dict[str, Any]:
+    return {"type": "json_schema", "name": "x", "schema": values.schema(draw), "strict": True}
+
+
+def _prompt(draw: random.Random) -> dict[str, Any]:
+    many = [values.text(draw) for _ in range(draw.choice((1, 2, 3, 300)))]
+    kinds = (values.text(draw), values.text(draw), values.token_ids(draw), many, [values.token_ids(draw)] * 2)
+    return {"prompt": draw.choice(kinds)}
+
+
+def _items(draw: random.Random) -> Any:
+    if draw.random() < 0.5:
+        return values.text(draw)
+    said: list[Any] = [{"role": "user", "content": values.text(draw)}]
+    if draw.random() < 0.3:
+        said += [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": draw.choice(("{}", "{", ""))},
+            {"type": "function_call_output", "call_id": draw.choice(("c", "d")), "output": values.text(draw)},
+        ]
+    if draw.random() < 0.2:
+        said += [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": values.text(draw)}]}]
+    if draw.random() < 0.1:
+        said += [{"type": draw.choice(("reasoning", "item_reference", "x")), "id": "r", "summary": []}]
+    return said
+
+
+def _blocks(draw: random.Random) -> list[Any]:
+    said: list[Any] = [{"role": "user", "content": values.text(draw)}]
+    if draw.random() < 0.3:
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": draw.choice(({}, {"a": 1}, values.nested(200)))}
+        result = {"type": "tool_result", "tool_use_id": draw.choice(("t", "u")), "content": values.text(draw)}
+        said += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    if draw.random() < 0.2:
+        source = {"type": "base64", "media_type": "image/png", "data": draw.choice(("AAAA", "", "!"))}
+        said += [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "x"}]}]
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """`base`: a valid body. `fields`: what may be changed in it or added to it. `tokens`: the field of its length."""
+
+    path: str
+    weight: int
+    base: Draw
+    fields: Mapping[str, Draw]
+    tokens: str | None = None
+    streams: bool = True
+
+
+_ROUTES = (
+    _Route("/v1/completions", 25, _prompt, _SAMPLING | _COMPLETION, "max_tokens"),
+    _Route("/v1/chat/completions", 30, lambda d: {"messages": values.messages(d)}, _SAMPLING | _CHAT, "max_tokens"),
+    _Route(
+        "/v1/chat/completions/batch",
+        8,
+        lambda d: {"messages": [values.messages(d) for _ in range(d.choice((1, 2, 3, 300)))]},
+        _SAMPLING | _CHAT,
+        "max_tokens",
+        streams=False,
+    ),
+    _Route("/v1/responses", 14, lambda d: {"input": _items(d)}, _RESPONSES, "max_output_tokens"),
+    _Route("/v1/messages", 14, lambda d: {"messages": _blocks(d), "max_tokens": 8}, _MESSAGES, "max_tokens"),
+    _Route("/v1/messages/count_tokens", 3, lambda d: {"messages": _blocks(d)}, _MESSAGES, streams=False),
+    _Route(
+        "/tokenize",
+        3,
+        lambda d: {"prompt": values.text(d)} if d.random() < 0.5 else {"messages": values.messages(d)},
+        _TOKENIZE | {name: _CHAT[name] for name in ("tools", "chat_template_kwargs", "add_generation_prompt")},
+        streams=False,
+    ),
+    _Route("/detokenize", 3, lambda d: {"tokens": values.token_ids(d)}, _DETOKENIZE, streams=False),
+)
+PATHS = tuple(route.path for route in _ROUTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request. `leaves_s`: after so many seconds its client leaves; None: it stays."""
+
+    number: int
+    path: str
+    content: bytes
+    streams: bool
+    leaves_s: float | None
+
+    def __str__(self) -> str:
+        return f"case {self.number}: {self.path} {self.content[:600].decode(errors='replace')}"
+
+
+def case(seed: int, number: int) -> Case:
+    """The case of this number; the same for the same seed."""
+    draw = random.Random(f"{seed} {number}")
+    (route,) = draw.choices(_ROUTES, [route.weight for route in _ROUTES])
+    body = {"model": MODEL, **route.base(draw)}
+    if route.streams and draw.random() < 0.4:
+        body["stream"] = True
+    for name in draw.sample(sorted(route.fields), k=draw.choice((0, 1, 1, 2, 2, 3, 5))):
+        body[name] = route.fields[name](draw)
+    if draw.random() < 0.12:
+        _spoil(draw, body)
+    if route.tokens is not None:
+        _bound_work(route.tokens, body)
+    leaves_s = draw.choice((0.0, 0.005, 0.05)) if draw.random() < 0.03 else None
+    return Case(number, route.path, _encoded(draw, body), body.get("stream") is True, leaves_s)
+
+
+def _spoil(draw: random.Random, body: dict[str, Any]) -> None:
+    """Take a field away, or put something odd into one, at the top or deeper."""
+    place: Any = body
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        if not keys:
+            return
+        key = draw.choice(keys)
+        if isinstance(place[key], dict | list) and place[key] and draw.random() < 0.6:
+            place = place[key] = place[key].copy()  # the values are shared between cases
+            continue
+        if draw.random() < 0.2:
+            del place[key]
+        else:
+            place[key] = draw.choice((*values.ODD, values.nested(draw.choice(values.DEEP), draw.random() < 0.5)))
+        return
+
+
+def _bound_work(field: str, body: dict[str, Any]) -> None:
+    """Many answers that a server takes are short ones, so that a case costs no minutes."""
+    prompts = [body[name] for name in ("prompt", "messages") if isinstance(body.get(name), list)]
+    parts = max([len(each) for each in prompts if each and isinstance(each[0], str | list)], default=1)
+    if isinstance(body.get("n"), int):
+        parts *= body["n"]
+    if not 1 < parts <= MOST_PARTS:
+        return
+    most = max(1, SMALL_WORK // parts)
+    for name in {field, "max_completion_tokens"} & body.keys() | {field}:
+        asked = body.get(name)
+        if asked is None or (isinstance(asked, int) and most < asked <= 2048):
+            body[name] = most
+
+
+def _encoded(draw: random.Random, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body, ensure_ascii=draw.random() < 0.7).encode(errors="surrogatepass")
+    if draw.random() < 0.004:  # as large as a server takes, and larger
+        content += b" " * (draw.choice((4 * 2**20, 4 * 2**20 + 1)) - len(content))
+    return content

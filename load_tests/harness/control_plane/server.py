@@ -1,0 +1,62 @@
+"""The real ingress application over the control plane in one process: the gateway, vLLM's server, a cluster core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from app.api import Gateway
+from app.frontend import ClusterLLM, build_server
+from configs.schema import BatonConfig
+from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, DEFAULT_SOURCE, resolve
+from deployments.cluster.core import ClusterCore
+from deployments.cluster.recovery import Limits
+from deployments.manager.stand_in import StandIn
+from deployments.messages import Handoff
+from load_tests.harness.control_plane.fleet import PATIENCE_S, until
+from load_tests.harness.control_plane.in_process import InProcess
+from load_tests.harness.control_plane.ports import ManagerLine, Watched
+
+
+@dataclass(frozen=True)
+class Served:
+    """An ingress. `gateway`: its ASGI application. `llm`: vLLM's frontend. `core`: the cluster core beneath it."""
+
+    gateway: Gateway
+    llm: ClusterLLM
+    core: ClusterCore
+
+    async def settle(self, cluster: InProcess) -> None:
+        """Wait until nothing is open in it or below it. Raises AssertionError, or TimeoutError."""
+
+        async def nothing() -> bool:
+            return not self.core.open_sessions and not self.llm.get_num_unfinished_requests()
+
+        await until(nothing)
+        await cluster.settle()
+
+
+@contextlib.asynccontextmanager
+async def served(cluster: InProcess, config: BatonConfig) -> AsyncIterator[Served]:
+    """An ingress of its own over the replicas of a control plane, with the model that comes with the tests.
+
+    `config`: that of the control plane. Nothing of the ingress runs any more at the end.
+    """
+    line = ManagerLine(cluster.manager_port)
+    manager = StandIn(line, config)
+    links = Watched(cluster.fleet, config.placement.ingress_lease_s)
+    placement = config.placement
+    core = ClusterCore(
+        manager, links, placement.session_timeout_s, config.block_size, Limits(placement.max_attempts), Handoff.PUSHED
+    )
+    llm, app = await build_server(config, resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR), core)
+    gateway = Gateway(app, config.ingress, manager, max_queued_requests=placement.max_queued_requests)
+    try:
+        yield Served(gateway, llm, core)
+    finally:
+        llm.shutdown()  # the core's, too
+        manager.shutdown()
+        assert llm.output_handler is not None
+        await asyncio.wait([llm.output_handler], timeout=PATIENCE_S)

@@ -27,10 +27,11 @@ from deployments.cluster.recovery import Limits, Recovery
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.silence import SilenceWatch
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
-from deployments.errors import SessionError, TooManyParts
+from deployments.errors import RequestFault, SessionError, TooManyParts
 from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import Manager
 from deployments.messages import Handoff
+from transfer.control.messages import NAME_CHARS
 
 logger = logging.getLogger("baton.core")
 
@@ -77,7 +78,7 @@ class ClusterCore(EngineCoreClient):
         answer = Answer(request, context, self._batch)
         recovery = Recovery(self._limits, self._timings)
         session = self._open[request.request_id] = OpenSession(answer, self._means, recovery, self._session_timeout_s)
-        if refusal := self._refusal or _enter(session, answer, context):
+        if refusal := self._refusal or _too_long(request.request_id) or _enter(session, answer, context):
             session.refuse(refusal)
         self._tasks.own(self._serve(answer, session), f"session-{request.request_id}")
 
@@ -137,6 +138,13 @@ class ClusterCore(EngineCoreClient):
             if attempt := self._means.running.get(output.request_id):
                 attempt.take(replica_id, output)
         self._batch.flush()
+
+
+def _too_long(request_id: str) -> SessionError | None:
+    """Workers drop messages about a session with such a name, and its blocks would never be released."""
+    if len(request_id) <= NAME_CHARS:
+        return None
+    return RequestFault(f"the request's id becomes {len(request_id)} characters long, and {NAME_CHARS} are allowed")
 
 
 def _enter(session: OpenSession, answer: Answer, context: RequestContext | None) -> SessionError | None:

@@ -14,7 +14,7 @@ from deployments.cluster.engine_request import Remainder
 from deployments.cluster.recovery import Again, Fail, Recovery
 from deployments.cluster.refusal import internal
 from deployments.cluster.session import State
-from deployments.errors import SessionError, SessionTimeout
+from deployments.errors import RequestFault, SessionError, SessionTimeout
 from deployments.host.waits import set_within
 
 logger = logging.getLogger("baton.core")
@@ -39,6 +39,8 @@ class OpenSession:
             self.now.fail(SessionTimeout(f"the session was not over within {self._timeout_s:g} s"))
         except SessionError as error:
             self.now.fail(error)
+        except UnicodeEncodeError:  # a stop string, a salt or an id of the client's, on its way to an engine
+            self.now.fail(RequestFault("the request holds half of a surrogate pair, which is not valid Unicode"))
         except Exception as error:
             self.now.fail(internal(error))
             raise

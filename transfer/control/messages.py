@@ -11,9 +11,10 @@ from transfer.memory.layout import KVLayout
 
 MAX_BYTES = 8 * 1024 * 1024
 REASON_CHARS = 1024
+NAME_CHARS = 256
+"""The longest name of a session: a worker drops a message with a longer one, and keeps a few thousand names."""
 
-# The length is bounded, because a worker keeps the newest few thousand of these.
-Name = Annotated[str, msgspec.Meta(max_length=256)]
+Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]  # NaN is refused, too
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

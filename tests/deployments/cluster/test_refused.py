@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from deployments.cluster import engine_request
-from deployments.errors import NeverFits, Overloaded, SessionError, Unavailable
+from deployments.errors import NeverFits, Overloaded, RequestFault, SessionError, Unavailable
 from deployments.manager.calls import Open, PrefillDone
 from deployments.messages import Mode
 from load_tests.harness.control_plane import LARGE, MAX_MODEL_LEN, PREFILL, SMALL, InProcess, config
 from tests.deployments.asked import intercept
 from tests.deployments.cluster.asking import LENGTH, ONE_SEAT, Launch, assert_failed, prompt
+from transfer.control.messages import NAME_CHARS
 
 
 async def test_what_can_never_fit(cluster: InProcess) -> None:
@@ -20,6 +21,24 @@ async def test_what_can_never_fit(cluster: InProcess) -> None:
     assert_failed(answer, NeverFits)
     assert f"the request needs {MAX_MODEL_LEN * 3 // 2} tokens" in str(answer.context.error)
     assert not answer.tokens
+    await cluster.settle()
+
+
+async def test_half_of_a_surrogate_pair_is_the_request_s_fault(cluster: InProcess) -> None:
+    answer = await cluster.answer(prompt(8), max_tokens=5, stop=["\ud83d"])
+    assert_failed(answer, RequestFault)
+    assert "surrogate" in str(answer.context.error)
+    await cluster.settle()
+
+
+async def test_a_session_s_name_that_workers_would_drop(cluster: InProcess) -> None:
+    """Decode would wait for prefill until its deadline, and then for ever for prefill's answer to a cancellation."""
+    longest = await cluster.answer(prompt(8), request_id="i" * NAME_CHARS, max_tokens=5)
+    assert longest.reason is LENGTH
+    assert longest.context.modes == {Mode.DISAGGREGATED}
+    answer = await cluster.answer(prompt(8), request_id="i" * (NAME_CHARS + 1), max_tokens=5)
+    assert_failed(answer, RequestFault)
+    assert f"{NAME_CHARS + 1} characters" in str(answer.context.error)
     await cluster.settle()
 
 

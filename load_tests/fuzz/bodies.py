@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ MODEL = "smollm2-135m-instruct"
 SMALL_WORK = 512
 """Tokens that a case may ask for, over all of its answers, where it asks for no more answers than a server takes."""
 MOST_PARTS = 256
+SHOWN = 1500
+"""Bytes of a body that are shown with a fault; `python -m load_tests.fuzz SEED NUMBER` prints all of it."""
 
 _SAMPLING: dict[str, Draw] = {
     "temperature": of(0, 0.0, 1e-9, 0.01, 1, 2, 2.0001, -0.0, -1, 1e308, None),
@@ -102,7 +105,9 @@ _RESPONSES: dict[str, Draw] = {
 _MESSAGES: dict[str, Draw] = {
     "system": lambda draw: values.text(draw) if draw.random() < 0.5 else [{"type": "text", "text": values.text(draw)}],
     "tools": values.message_tools,
-    "tool_choice": of({"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}, {"type": "x"}),
+    "tool_choice": of(
+        {"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}, {"type": "x"}
+    ),
     "stop_sequences": of([], ["a"], [""], ["\ud83d"], ["a"] * 100),
     "max_tokens": of(1, 16, 64, 0, -1, 2048, 2**63),
     "temperature": _SAMPLING["temperature"],
@@ -193,37 +198,71 @@ _ROUTES = (
     _Route("/detokenize", 3, lambda d: {"tokens": values.token_ids(d)}, _DETOKENIZE, streams=False),
 )
 PATHS = tuple(route.path for route in _ROUTES)
+GET_PATHS = (
+    "/v1/models",
+    "/version",
+    "/metrics",
+    "/openapi.json",
+    "/health",
+    "/ready",
+    "/baton/status",
+    "/none",
+    "/v1/",
+)
+METHODS = ("GET", "GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "ODD")
+NO_OBJECTS = (
+    b"",
+    b"{}",
+    b"[]",
+    b"null",
+    b"1",
+    b'"a"',
+    b"{",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf{}",
+    b'{"a": 1, "a": 2}',
+    b"\x00",
+    b"[" * 9999,
+)
+"""Bodies that are no request."""
+ASKS_OTHERWISE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One request. `leaves_s`: after so many seconds its client leaves; None: it stays."""
 
+    seed: int
     number: int
+    method: str
     path: str
     content: bytes
     streams: bool
     leaves_s: float | None
 
     def __str__(self) -> str:
-        return f"case {self.number}: {self.path} {self.content[:600].decode(errors='replace')}"
+        content = self.content[:SHOWN].decode(errors="replace") + ("..." if len(self.content) > SHOWN else "")
+        return f"case {self.number} of seed {self.seed}: {self.method} {self.path[:80]} {content}"
 
 
 def case(seed: int, number: int) -> Case:
     """The case of this number; the same for the same seed."""
     draw = random.Random(f"{seed} {number}")
+    if draw.random() < ASKS_OTHERWISE:
+        path, query = draw.choice((*PATHS, *GET_PATHS)), draw.choice(("", "", "?a=%00&a=%ff", "?" + "a" * 4000))
+        return Case(seed, number, draw.choice(METHODS), path + query, draw.choice(NO_OBJECTS), False, None)
     (route,) = draw.choices(_ROUTES, [route.weight for route in _ROUTES])
     body = {"model": MODEL, **route.base(draw)}
     if route.streams and draw.random() < 0.4:
         body["stream"] = True
-    for name in draw.sample(sorted(route.fields), k=draw.choice((0, 1, 1, 2, 2, 3, 5))):
+    for name in draw.sample(sorted(route.fields), k=min(len(route.fields), draw.choice((0, 1, 1, 1, 2, 2, 4)))):
         body[name] = route.fields[name](draw)
     if draw.random() < 0.12:
         _spoil(draw, body)
     if route.tokens is not None:
         _bound_work(route.tokens, body)
     leaves_s = draw.choice((0.0, 0.005, 0.05)) if draw.random() < 0.03 else None
-    return Case(number, route.path, _encoded(draw, body), body.get("stream") is True, leaves_s)
+    return Case(seed, number, "POST", route.path, _encoded(draw, body), body.get("stream") is True, leaves_s)
 
 
 def _spoil(draw: random.Random, body: dict[str, Any]) -> None:
@@ -235,7 +274,8 @@ def _spoil(draw: random.Random, body: dict[str, Any]) -> None:
             return
         key = draw.choice(keys)
         if isinstance(place[key], dict | list) and place[key] and draw.random() < 0.6:
-            place = place[key] = place[key].copy()  # the values are shared between cases
+            place[key] = place[key].copy()  # the values are shared between cases
+            place = place[key]
             continue
         if draw.random() < 0.2:
             del place[key]
@@ -260,7 +300,12 @@ def _bound_work(field: str, body: dict[str, Any]) -> None:
 
 
 def _encoded(draw: random.Random, body: dict[str, Any]) -> bytes:
-    content = json.dumps(body, ensure_ascii=draw.random() < 0.7).encode(errors="surrogatepass")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + 4 * max(values.DEEP))  # the server, in this process perhaps, keeps its own
+    try:
+        content = json.dumps(body, ensure_ascii=draw.random() < 0.7).encode(errors="surrogatepass")
+    finally:
+        sys.setrecursionlimit(limit)
     if draw.random() < 0.004:  # as large as a server takes, and larger
         content += b" " * (draw.choice((4 * 2**20, 4 * 2**20 + 1)) - len(content))
     return content

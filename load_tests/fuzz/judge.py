@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from load_tests.fuzz.bodies import Case
+from load_tests.fuzz.bodies import PATHS, Case
 
 NO_CAPACITY = "no_replica_available"
 _LAST = {
@@ -20,6 +20,8 @@ def verdict(case: Case, status: int, content_type: str, body: bytes) -> str:
     """What an answer is: `ok`, `refused` with a 4xx, `no_capacity`, `5xx`, or `malformed`."""
     if content_type.startswith("text/event-stream"):
         return _of_stream(case, body)
+    if case.method == "HEAD" or case.path.partition("?")[0] not in PATHS:  # pages, figures, and Baton's own routes
+        return "5xx" if status >= 500 else "refused" if status >= 400 else "ok"
     try:
         parsed = json.loads(body)
     except ValueError:
@@ -32,7 +34,7 @@ def verdict(case: Case, status: int, content_type: str, body: bytes) -> str:
 
 
 def _of_stream(case: Case, body: bytes) -> str:
-    lines = body.decode(errors="surrogatepass").split("\n")
+    lines = body.decode(errors="replace").split("\n")
     try:
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
     except ValueError:
@@ -40,11 +42,11 @@ def _of_stream(case: Case, body: bytes) -> str:
     errors = [event for event in events if isinstance(event, dict) and event.get("error")]
     if errors:
         return _of_event(case, errors[0])
-    return "ok" if any(line in _LAST[case.path] for line in lines) else "malformed"
+    return "ok" if any(line in _LAST.get(case.path, ()) for line in lines) else "malformed"
 
 
 def _of_event(case: Case, event: dict[str, Any]) -> str:
-    """An error with which a stream breaks off has no status of its own: its code says it."""
+    """An error with which a stream breaks off has no status of its own: its code and type say it."""
     if not _is_error(case, event):
         return "malformed"
     code, kind = _code(event), event["error"]["type"]

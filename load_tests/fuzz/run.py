@@ -1,4 +1,4 @@
-"""Cases asked one after the other by some clients, and what became of them."""
+"""Cases asked by some clients, and what became of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,14 @@ from load_tests.fuzz.judge import verdict
 
 ANSWERED_S = 120.0
 """A case that takes longer than this counts as hung."""
+FAULTS = {"status_5xx": "5xx", "hung": "hung", "malformed": "malformed", "broken": "broken"}
+"""What must not be, by the names of the figures and of the verdicts."""
 _TOLD = 2000
 
 
 @dataclass
 class Findings:
-    """What became of the cases. `faults`: the first ones with a fault, and the answers that they got."""
+    """What became of the cases. `faults`: those with a fault, and the answers that they got."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
@@ -32,53 +34,74 @@ class Findings:
 
     def figures(self) -> dict[str, Any]:
         """The benchmark's figures, without `leaked`."""
-        names = {"status_5xx": "5xx", "hung": "hung", "malformed": "malformed", "broken": "broken"}
         return {
             "cases": self.verdicts.total(),
-            **{figure: self.verdicts[name] for figure, name in names.items()},
-            "no_capacity": self.verdicts["no_capacity"],
-            "left": self.verdicts["left"],
+            **{figure: self.verdicts[name] for figure, name in FAULTS.items()},
+            **{name: self.verdicts[name] for name in ("ok", "refused", "no_capacity", "left")},
             "statuses": dict(sorted(self.statuses.items())),
             "slowest_s": round(self.slowest_s, 2),
         }
 
 
-async def run(http: httpx.AsyncClient, seed: int, cases: int, clients: int, every: int = 500) -> Findings:
-    """Ask the cases of a seed. Progress goes to stderr after `every` cases."""
-    findings, numbers = Findings(), iter(range(cases))
+class Asking:
+    """Clients that ask the cases of a seed.
 
-    async def client(numbers: Iterator[int]) -> None:
+    `answered_s`: a case that takes longer counts as hung. `tell` is called with the number of cases so far, after each.
+    """
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        seed: int,
+        answered_s: float = ANSWERED_S,
+        tell: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        self.findings = Findings()
+        self._http, self._seed, self._answered_s, self._tell = http, seed, answered_s, tell
+
+    async def run(self, cases: int, clients: int) -> Findings:
+        """Ask this many cases, `clients` at a time."""
+        numbers = iter(range(cases))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(clients, cases)):
+                group.create_task(self._client(numbers))
+        return self.findings
+
+    async def _client(self, numbers: Iterator[int]) -> None:
         for number in numbers:
-            await _ask(http, case(seed, number), findings)
-            done = findings.verdicts.total()
-            if done % every == 0:
-                print(f"{done} cases, {dict(findings.verdicts)}", file=sys.stderr, flush=True)
+            await self._ask(case(self._seed, number))
+            self._tell(self.findings.verdicts.total())
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(clients):
-            group.create_task(client(numbers))
-    return findings
+    async def _ask(self, asked: Case) -> None:
+        findings, began_s = self.findings, time.monotonic()
+        found, said = await self._answer(asked)
+        findings.verdicts[found] += 1
+        if (took_s := time.monotonic() - began_s) > findings.slowest_s:
+            findings.slowest_s, findings.slowest = took_s, str(asked)
+        if found in FAULTS.values():
+            findings.faults.append(f"{found}: {asked}\n    {said}")
+            print(findings.faults[-1], file=sys.stderr, flush=True)
 
-
-async def _ask(http: httpx.AsyncClient, asked: Case, findings: Findings) -> None:
-    headers = {"content-type": "application/json", "x-request-id": f"case-{asked.number}"}
-    call = asyncio.ensure_future(http.post(asked.path, content=asked.content, headers=headers))
-    began_s = time.monotonic()
-    done, _ = await asyncio.wait({call}, timeout=ANSWERED_S if asked.leaves_s is None else asked.leaves_s)
-    if not done:
-        call.cancel()
-        await asyncio.wait({call})
-        found, said = ("hung" if asked.leaves_s is None else "left"), ""
-    elif (error := call.exception()) is not None:
-        found, said = "broken", repr(error)
-    else:
+    async def _answer(self, asked: Case) -> tuple[str, str]:
+        """The verdict, and what the answer says."""
+        headers = {"content-type": "application/json", "x-request-id": f"case-{asked.seed}-{asked.number}"}
+        request = self._http.request(asked.method, asked.path, content=asked.content, headers=headers)
+        call = asyncio.ensure_future(request)
+        stays_s = self._answered_s if asked.leaves_s is None else asked.leaves_s
+        done, _ = await asyncio.wait({call}, timeout=stays_s)
+        if not done:
+            call.cancel()
+            await asyncio.wait({call})
+            return ("hung" if asked.leaves_s is None else "left"), f"nothing in {stays_s:g} s"
+        if (error := call.exception()) is not None:
+            return "broken", repr(error)
         answer = call.result()
+        self.findings.statuses[str(answer.status_code)] += 1
         found = verdict(asked, answer.status_code, answer.headers.get("content-type", ""), answer.content)
-        said = f"{answer.status_code} {answer.text[-_TOLD:]}"
-        findings.statuses[str(answer.status_code)] += 1
-    findings.verdicts[found] += 1
-    if (took_s := time.monotonic() - began_s) > findings.slowest_s:
-        findings.slowest_s, findings.slowest = took_s, str(asked)
-    if found not in ("ok", "refused", "left"):
-        findings.faults.append(f"{found} {asked}\n    {said}")
-        print(findings.faults[-1], file=sys.stderr, flush=True)
+        if found == "no_capacity" and await self._has_capacity():
+            found = "5xx"
+        return found, f"{answer.status_code} {answer.content[-_TOLD:].decode(errors='replace')}"
+
+    async def _has_capacity(self) -> bool:
+        """Whether every pool has a replica that is ready."""
+        return (await self._http.get("/ready")).status_code == 200

@@ -1,18 +1,20 @@
-"""What hostile but valid requests do to the server: answers, hangs and leaks.
+"""What hostile but valid requests do to the server: errors, hangs and leaks.
 
-`make bench NAME=fuzz`, or with `ARGS="--cases 1000 --real-cases 0"`. Progress and every fault go to stderr; the last
-line of stdout is one JSON object.
+`make bench NAME=fuzz`, or with `ARGS="--cases 2000 --real-cases 1000"`. Progress and every fault go to stderr; the last
+line of stdout is one JSON object. `python -m load_tests.fuzz SEED NUMBER` prints a case again.
 
 **What runs.** `load_tests/fuzz` makes bodies for the eight routes that take one, by a seed: values at their bounds and
 just over them, deep and recursive schemas and grammars, many answers, odd text, large bodies. One in eight has a field
-taken away or replaced. Three in a hundred clients leave. `mock`: the real ingress application (the gateway, vLLM's
-server, a cluster core) over the real control plane with mock engines, in this process. `real`: `configs/cpu.yaml` as
-`make serve` starts it, asked over HTTP.
+taken away or replaced. Three in a hundred requests have another method, path or body, and three in a hundred clients
+leave. `mock`: the real ingress application (the gateway, vLLM's server, a cluster core) over the real control plane with
+mock engines, in this process. `real`: `configs/cpu.yaml` as `make serve` starts it, asked over HTTP.
 
-**What is measured.** `cases`. `status_5xx`: answers with such a status or, in a stream, such an error, except a 503
-with `no_replica_available`, which `no_capacity` counts. `hung`: no answer within two minutes. `malformed`: neither an
-answer nor an error in the API's shape. `broken`: the connection broke. `left`: the client left. `leaked`: what is open
-at the end, by name: sessions, promises, blocks, tasks, threads and descriptors.
+**What is measured.** `cases`. `status_5xx`: answers with such a status or, in a stream, such an error; 503
+with `no_replica_available` counts as `no_capacity` where a pool has no ready replica, and as a 5xx otherwise. `hung`: no
+answer within two minutes. `malformed`: neither an answer nor an error in the API's shape. `broken`: the connection
+broke. `left`: the client left. `leaked`: what there is more of at the end than after the warm-up, by name: sessions,
+promises, blocks, tasks, threads and descriptors. The first line of figures adds both runs; its `leaked` is the number of
+such names.
 """
 
 from __future__ import annotations
@@ -21,29 +23,37 @@ import argparse
 import asyncio
 import json
 import logging
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import httpx
-import yaml
-
-from configs.schema import BatonConfig
-from load_tests.fuzz.run import Findings, run
-from load_tests.harness.application import ROOT, Application
-from load_tests.harness.control_plane import config, in_process
-from load_tests.harness.control_plane.server import served
+from load_tests.fuzz import mock, real
+from load_tests.fuzz.run import FAULTS
 from load_tests.harness.machine import conditions
 
-CONFIG = ROOT / "configs" / "cpu.yaml"
-WARM_UP_CASES, SETTLE_S = 200, 300.0
+
+def total(runs: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The figures of all runs together."""
+    figures = {name: sum(run[name] for run in runs) for name in ("cases", *FAULTS)}
+    return {**figures, "leaked": sum(len(run["leaked"]) for run in runs)}
 
 
-def settings() -> BatonConfig:
-    """The mock cluster's configuration, with short answers where a case says no length."""
-    made = config(scale=4)
-    tools = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-    ingress = made.ingress.model_copy(update={"default_max_tokens": 8, "server_args": tools})
-    return made.model_copy(update={"ingress": ingress})
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=20_000, help="over mock engines; 0: leave them out")
+    parser.add_argument("--real-cases", type=int, default=0, help="over real engines; 0: leave them out")
+    parser.add_argument("--clients", type=int, default=mock.CLIENTS, help="cases in flight")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    before = conditions()
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it prints a traceback for many a refusal
+    runs: dict[str, dict[str, Any]] = {}
+    if options.cases:
+        runs["mock"] = asyncio.run(mock.run(options.cases, options.seed, options.clients))
+    if options.real_cases:
+        runs["real"] = real.run(options.real_cases, options.seed, options.clients)
+    asked = {"clients": options.clients, "seed": options.seed, "engines": list(runs)}
+    print(json.dumps({"benchmark": "fuzz", "conditions": before | asked, **total(list(runs.values())), **runs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import httpx
@@ -61,7 +62,9 @@ class Cluster:
         except (AssertionError, TimeoutError) as error:
             print(f"not settled: {error}", file=sys.stderr, flush=True)
             return {"unsettled": 1, **await leaked(self._plane, before, settle_s)}
-        return await leaked(self._plane, before, settle_s)
+        if more := await leaked(self._plane, before, settle_s):
+            print(f"left: {more}; {sorted(each.name for each in threading.enumerate())}", file=sys.stderr, flush=True)
+        return more
 
 
 async def run(

@@ -6,15 +6,15 @@ line of stdout is one JSON object. `python -m load_tests.fuzz SEED NUMBER` print
 **What runs.** `load_tests/fuzz` makes bodies for the eight routes that take one, by a seed: values at their bounds and
 just over them, deep and recursive schemas and grammars, many answers, odd text, large bodies. One in eight has a field
 taken away or replaced. Three in a hundred requests have another method, path or body, and three in a hundred clients
-leave. `mock`: the real ingress application (the gateway, vLLM's server, a cluster core) over the real control plane with
-mock engines, in this process. `real`: `configs/cpu.yaml` as `make serve` starts it, asked over HTTP.
+leave. `mock`: the real ingress application (the gateway, vLLM's server, a cluster core) over the real control plane
+with mock engines, in this process. `real`: `configs/cpu.yaml` as `make serve` starts it, asked over HTTP.
 
-**What is measured.** `cases`. `status_5xx`: answers with such a status or, in a stream, such an error; 503
-with `no_replica_available` counts as `no_capacity` where a pool has no ready replica, and as a 5xx otherwise. `hung`: no
-answer within two minutes. `malformed`: neither an answer nor an error in the API's shape. `broken`: the connection
-broke. `left`: the client left. `leaked`: what there is more of at the end than after the warm-up, by name: sessions,
-promises, blocks, tasks, threads and descriptors. The first line of figures adds both runs; its `leaked` is the number of
-such names.
+**What is measured.** `cases`. `status_5xx`: answers with such a status or, in a stream, such an error; 503 with
+`no_replica_available` counts as `no_capacity` where a pool has no ready replica, and as a 5xx otherwise. `hung`: no
+answer within two minutes (`real`: five). `malformed`: neither an answer nor an error in the API's shape. `broken`: the
+connection broke. `left`: the client left. `leaked`: what there is more of at the end than after the warm-up, by name:
+sessions, promises, blocks, tasks, threads and descriptors. The figures at the top add both runs; there `leaked` is the
+number of such names.
 """
 
 from __future__ import annotations

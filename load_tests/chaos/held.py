@@ -11,6 +11,7 @@ from pathlib import Path
 from load_tests.harness.control_plane import InProcess
 
 SETTLE_S, LOOKS, LOOK_S = 40.0, 8, 0.25
+POOLS = ("asyncio_", "AnyIO worker")
 
 
 def _held(cluster: InProcess) -> dict[str, int]:
@@ -19,7 +20,7 @@ def _held(cluster: InProcess) -> dict[str, int]:
     links = cluster.fleet.links
     return {
         "tasks": len(asyncio.all_tasks()),
-        "threads": sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate()),
+        "threads": sum(not thread.name.startswith(POOLS) for thread in threading.enumerate()),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())) - 2 * links,
         "links": max(0, links - len(cluster.replicas)),
         "shared_memory": len(set(re.findall(r"/dev/shm/.*", Path("/proc/self/maps").read_text()))),
@@ -39,7 +40,7 @@ def grown(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
 async def held(cluster: InProcess) -> dict[str, int]:
     """What this process holds when idle: the least of a few looks, as calls come and go between replicas and manager.
 
-    The threads of asyncio's own pool do not count: the pool keeps them, and they are only a handful.
+    The threads of asyncio's and AnyIO's own pools do not count: a pool keeps them, and they are only a handful.
     """
     least = _held(cluster)
     for _ in range(LOOKS):

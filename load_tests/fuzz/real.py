@@ -57,7 +57,10 @@ def _tell(done: int) -> None:
 
 
 async def _left(http: httpx.AsyncClient, marker: str, before: Counter[str]) -> dict[str, int]:
-    """What is there that was not before, once nothing is or `SETTLE_S` have passed. Without `before`, sessions alone."""
+    """What is there that was not before, once nothing is or `SETTLE_S` have passed.
+
+    Without `before`: sessions, promises and blocks alone.
+    """
     deadline_s = time.monotonic() + SETTLE_S
     while True:
         status = (await http.get("/baton/status")).json()

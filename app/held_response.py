@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from app.error_shape import STREAMED, event, is_anthropic, of_event, of_response, shaped
-from app.errors import Answer, answer
+from app.errors import Answer, answer, error_body, type_of
 from app.timings import TIMINGS, Timings
 from deployments.cluster.request_context import RequestContext
 
@@ -20,6 +20,7 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+_CLIENT_ERRORS = ("ValueError", "VLLMClientError")  # by name, as this file does not import vllm
 _FINGERPRINT = b'"system_fingerprint":"'
 # What vLLM's /v1/responses streams before its engine has said anything.
 _PRELUDE = (b"event: response.created", b"event: response.in_progress")
@@ -65,7 +66,7 @@ class Exchange:
         if error is None:
             return
         logger.error("request %s: %r", self._context.request_id, error, exc_info=error)
-        failure = answer(self._context.error or error)
+        failure = answer(self._context.error) if self._context.error else _refusal(error) or answer(error)
         if not self._begun:
             await self._replace(failure)
             return
@@ -195,6 +196,16 @@ async def _settle(task: asyncio.Future[None], close_s: float) -> Exception | Non
     await asyncio.wait((task,), timeout=close_s)
     error = task.exception() if task.done() and not task.cancelled() else None
     return error if isinstance(error, Exception) else None
+
+
+def _refusal(error: Exception) -> Answer | None:
+    """The answer to a request that vLLM's server refuses after its stream of events has begun.
+
+    Its handler, which would answer with 400, cannot answer any more, and Starlette raises another error over vLLM's.
+    """
+    cause = error.__cause__
+    is_client_s = any(cls.__name__ in _CLIENT_ERRORS for cls in type(cause).__mro__)
+    return Answer(400, error_body(str(cause), type_of(400), 400)) if is_client_s else None
 
 
 async def respond(send: Send, response: Answer, headers: Headers | None = None) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from app.held_response import ASGIApp, Message, Receive, Scope, Send
 from app.timings import Timings
@@ -210,6 +211,24 @@ async def test_an_application_that_raises_is_a_500_in_openais_shape() -> None:
     response = await post(Toy(act=broken))
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error"
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [(ValueError("no such regex"), 400), (VLLMValidationError("no such regex"), 400), (KeyError("x"), 500)],
+)
+async def test_a_request_that_is_refused_after_its_stream_has_begun(cause: Exception, status: int) -> None:
+    """As /v1/responses: the first events have been sent (and held) when its parameters turn out to be invalid."""
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        await Toy(STREAM[0], body(b"event: response.created\ndata: {}\n\n", True))(scope, receive, send)
+        raise RuntimeError("Caught handled exception, but response already started.") from cause
+
+    response = await post(inner)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["message"] == ("no such regex" if status == 400 else "internal error")
+    assert error["type"] == ("invalid_request_error" if status == 400 else "server_error")
 
 
 async def test_an_application_that_raises_in_its_stream_does_not_end_it_cleanly() -> None:

@@ -41,6 +41,8 @@ class OpenSession:
             self.now.fail(error)
         except UnicodeEncodeError:  # a stop string, a salt or an id of the client's, on its way to an engine
             self.now.fail(RequestFault("the request holds half of a surrogate pair, which is not valid Unicode"))
+        except OverflowError:  # such as a seed of 90 bits
+            self.now.fail(RequestFault("the request holds a number that does not fit into 64 bits"))
         except Exception as error:
             self.now.fail(internal(error))
             raise

@@ -24,10 +24,11 @@ async def test_what_can_never_fit(cluster: InProcess) -> None:
     await cluster.settle()
 
 
-async def test_half_of_a_surrogate_pair_is_the_request_s_fault(cluster: InProcess) -> None:
-    answer = await cluster.answer(prompt(8), max_tokens=5, stop=["\ud83d"])
+@pytest.mark.parametrize(("sampling", "reason"), [({"stop": ["\ud83d"]}, "surrogate"), ({"seed": 10**30}, "64 bits")])
+async def test_what_cannot_be_sent_to_an_engine(cluster: InProcess, sampling: dict[str, Any], reason: str) -> None:
+    answer = await cluster.answer(prompt(8), max_tokens=5, **sampling)
     assert_failed(answer, RequestFault)
-    assert "surrogate" in str(answer.context.error)
+    assert reason in str(answer.context.error)
     await cluster.settle()
 
 

@@ -20,7 +20,7 @@ def verdict(case: Case, status: int, content_type: str, body: bytes) -> str:
     """What an answer is: `ok`, `refused` with a 4xx, `no_capacity`, `5xx`, or `malformed`."""
     if content_type.startswith("text/event-stream"):
         return _of_stream(case, body)
-    if case.method == "HEAD" or case.path.partition("?")[0] not in PATHS:  # pages, figures, and Baton's own routes
+    if case.method != "POST" or case.path.partition("?")[0] not in PATHS:  # pages, figures, Baton's own; a proxy's, too
         return "5xx" if status >= 500 else "refused" if status >= 400 else "ok"
     try:
         parsed = json.loads(body)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -63,8 +65,16 @@ class Cluster:
             print(f"not settled: {error}", file=sys.stderr, flush=True)
             return {"unsettled": 1, **await leaked(self._plane, before, settle_s)}
         if more := await leaked(self._plane, before, settle_s):
-            print(f"left: {more}; {sorted(each.name for each in threading.enumerate())}", file=sys.stderr, flush=True)
+            threads = sorted(each.name for each in threading.enumerate())
+            print(f"left: {more}; {threads}; {_descriptors()}", file=sys.stderr, flush=True)
         return more
+
+
+def _descriptors() -> list[str]:
+    """What is open now, by name."""
+    with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor is gone when it is looked at
+        return sorted(str(each.readlink()) for each in Path("/proc/self/fd").iterdir())
+    return []
 
 
 async def run(

@@ -20,7 +20,7 @@ from load_tests.harness.application import ROOT, Application
 
 CONFIG = ROOT / "configs" / "cpu.yaml"
 MARKER = "BATON_FUZZ_RUN"
-WARM_UP_CASES, ANSWERED_S, SETTLE_S, LOOK_S = 200, 300.0, 120.0, 1.0
+WARM_UP_CASES, ANSWERED_S, SETTLE_S, LOOK_S = 60, 300.0, 120.0, 1.0
 
 
 def run(cases: int, seed: int, clients: int, warm_up_cases: int = WARM_UP_CASES) -> dict[str, Any]:

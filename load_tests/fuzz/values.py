@@ -27,7 +27,24 @@ TEXTS = (
 )
 DEEP = (8, 40, 200, 1500)
 BIG_INTS = (2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, -(2**31), -(2**63), -(2**63) - 1, 10**30)
-ODD = (None, True, 0, -1, 1.5, "", "1", [], {}, [[]], [None], {"": None}, *BIG_INTS, 1e308, float("nan"), "\ud83d")
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    "",
+    "1",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    *BIG_INTS,
+    1e308,
+    float("nan"),
+    "\ud83d",
+)
 
 
 def of(*values: Any) -> Draw:
@@ -72,7 +89,7 @@ def schema(draw: random.Random) -> Any:
     """A JSON schema: plain, deep, one that refers to itself, or one that no value fits."""
     person = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
-    plain = (
+    plain: tuple[Any, ...] = (
         person,
         {},
         True,
@@ -82,7 +99,7 @@ def schema(draw: random.Random) -> Any:
         {"type": "string", "pattern": "^[a-z]{1,8}$"},
         {"type": "object", "properties": {'\u00e9\U0001f600 "\\': {"const": 1}}, "additionalProperties": False},
     )
-    hostile = (
+    hostile: tuple[Any, ...] = (
         {"$ref": "#"},
         {"$ref": "#/$defs/none"},
         {"$ref": "http://localhost:9/x"},

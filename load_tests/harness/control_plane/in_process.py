@@ -137,10 +137,10 @@ class InProcess:
             await self.bury(replica_id)
         await self._ingress.close()
 
-    async def ask(self, prompt: Sequence[int], request_id: str = "", **sampling: Any) -> Answer:
-        """Add a request as vLLM's frontend does."""
+    async def ask(self, prompt: Sequence[int], **sampling: Any) -> Answer:
+        """Add a request as vLLM's frontend does. `request_id` may be given, too."""
         self._asked += 1
-        request_id = request_id or f"request-{self._asked}"
+        request_id = sampling.pop("request_id", f"request-{self._asked}")
         answer = self.answers[request_id] = Answer(request_id, RequestContext(request_id))
         self.points.reached("opening")
         await self._ingress.add(answer, prompt, sampling)

@@ -51,7 +51,7 @@ async def served(cluster: InProcess, config: BatonConfig) -> AsyncIterator[Serve
     core = ClusterCore(
         manager, links, placement.session_timeout_s, config.block_size, Limits(placement.max_attempts), Handoff.PUSHED
     )
-    llm, app = await build_server(config, resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR), core)
+    llm, app = await build_server(config, str(resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR)), core)
     gateway = Gateway(app, config.ingress, manager, max_queued_requests=placement.max_queued_requests)
     try:
         yield Served(gateway, llm, core)

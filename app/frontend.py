@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import vllm.platforms
 from fastapi import FastAPI
 from starlette.middleware import Middleware
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -37,7 +37,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from app import model_route, openapi
 from app.stored_responses import StoredResponses
-from configs.schema import BatonConfig
+from configs.schema import BatonConfig, LoraConfig
 
 TASKS = ("generate",)
 BUILD_TIMEOUT_S = 300.0
@@ -158,7 +158,7 @@ async def build_server(
     # A package that vLLM's server imports raises the root logger's level to ERROR: our warnings would be lost.
     logging.getLogger("baton").setLevel(logging.WARNING)
     args = _serve_args(config, model_path)
-    llm = ClusterLLM(_vllm_config(args), core, log_requests=args.enable_log_requests)
+    llm = ClusterLLM(_vllm_config(args, config.lora), core, log_requests=args.enable_log_requests)
     app = build_app(args, TASKS, llm.model_config)
     allowed = ALLOWED_ROUTES | {path for path, option in SWITCHED_ROUTES.items() if getattr(args, option)}
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in allowed]
@@ -189,10 +189,10 @@ def _set_default_max_tokens(app: FastAPI, tokens: int) -> None:
 
 def frontend_config(config: BatonConfig, model_path: str) -> VllmConfig:
     """The configuration of a frontend without an engine: model, tokenizer and formats, but no weights and no device."""
-    return _vllm_config(_serve_args(config, model_path))
+    return _vllm_config(_serve_args(config, model_path), config.lora)
 
 
-def _vllm_config(args: Namespace) -> VllmConfig:
+def _vllm_config(args: Namespace, lora: LoraConfig | None = None) -> VllmConfig:
     """Built as vLLM's `launch render` builds it: `create_engine_config` would check quantisation on this node."""
     _settle_platform()
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -204,6 +204,7 @@ def _vllm_config(args: Namespace) -> VllmConfig:
         structured_outputs_config=engine_args.create_structured_outputs_config(),
         observability_config=engine_args.create_observability_config(),
         reasoning_config=engine_args.reasoning_config,
+        lora_config=None if lora is None else LoRAConfig(**lora.model_dump(exclude={"adapters"})),
     )
     for name in ("stream_interval", "max_num_queued_reqs", "max_num_queued_tokens"):
         setattr(vllm_config.scheduler_config, name, getattr(engine_args, name))

@@ -61,6 +61,7 @@ class Ingress:
             return await self._build()
 
     async def _build(self) -> Gateway:
+        from app.adapters import serve_adapters
         from app.frontend import build_server
         from deployments.cluster.core import ClusterCore
         from deployments.cluster.recovery import Limits
@@ -82,6 +83,7 @@ class Ingress:
             handoff,
         )
         self._llm, server = await build_server(self._config, checkpoint(self._config), core, self._stored())
+        self._adapters = await serve_adapters(server, self._config, self._manager)
         self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")
         # Serve's proxy answers with the request id itself.
         gateway = Gateway(
@@ -131,6 +133,8 @@ class Ingress:
             await self._runs.ended()  # at the latest when `_end_in_time` ends every answer
         if llm := getattr(self, "_llm", None):
             llm.shutdown()
+            if self._adapters is not None:
+                self._adapters.shutdown()
             self._manager.shutdown()
             self._client.shutdown()
             self._control.shutdown()

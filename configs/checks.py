@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from configs.schema import BatonConfig, PoolConfig, VllmEngineConfig
+    from configs.schema import BatonConfig, LoraConfig, PoolConfig, VllmEngineConfig
 
 DEFAULT_CLASS = "default"
 """The only priority class of a configuration that names none. It has no objectives."""
@@ -13,9 +13,13 @@ DEFAULT_CLASS = "default"
 _SET_BY_BATON = {
     "distributed_executor_backend",
     "dtype",
+    "enable_lora",
     "enable_prefix_caching",
     "kv_events_config",
     "kv_transfer_config",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "max_loras",
     "model",
     "worker_extension_cls",
 }
@@ -32,6 +36,15 @@ def check_pool(pool: PoolConfig) -> None:
         )
 
 
+def check_lora(lora: LoraConfig) -> None:
+    """Check the rules between the fields of the adapters. Raises ValueError."""
+    if lora.max_cpu_loras < lora.max_loras:
+        raise ValueError(f"max_cpu_loras {lora.max_cpu_loras} is under max_loras {lora.max_loras}")
+    names = [adapter.name for adapter in lora.adapters]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"adapters: {sorted(twice)} are there twice")
+
+
 def check_application(config: BatonConfig) -> None:
     """Check every rule between the sections. Raises ValueError."""
     for role, pools in (("decode", config.decode), ("mixed", config.mixed)):
@@ -40,6 +53,9 @@ def check_application(config: BatonConfig) -> None:
     _check_roles(config)
     _check_engines(config)
     _check_classes(config)
+    adapters = config.lora.adapters if config.lora else ()
+    if config.model.name in {adapter.name for adapter in adapters}:
+        raise ValueError(f"lora.adapters: {config.model.name!r} is the model's own name")
     for name, pool in config.pools.items():
         if pool.min_prompt_tokens >= config.model.max_model_len:
             raise ValueError(

@@ -31,6 +31,8 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.ClassConfig: "each entry of `placement.classes`",
     schema.IngressConfig: "`ingress`",
     schema.StoredResponsesConfig: "`ingress.stored_responses`",
+    schema.LoraConfig: "`lora`",
+    schema.AdapterConfig: "each entry of `lora.adapters`",
 }
 """Every section of the schema, in the order of the page, with its heading."""
 

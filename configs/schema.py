@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from configs.checks import DEFAULT_CLASS, check_application, check_pool
+from configs.checks import DEFAULT_CLASS, check_application, check_lora, check_pool
 from configs.section import Section as Section
 
 Policy = Literal[
@@ -281,6 +281,33 @@ class StoredResponsesConfig(Section):
     """Seconds that a response is kept once it is over."""
 
 
+class AdapterConfig(Section):
+    """A LoRA adapter that is served from the start."""
+
+    name: str = Field(min_length=1)
+    """The model name that clients ask for."""
+    path: str = Field(min_length=1)
+    """A folder in PEFT's format with safetensors, readable under this path on every node."""
+
+
+class LoraConfig(Section):
+    """LoRA adapters. Each is loaded by a replica when a request for it first comes there."""
+
+    adapters: tuple[AdapterConfig, ...] = ()
+    """The adapters at the start; more come by `/v1/load_lora_adapter`."""
+    max_loras: int = Field(4, ge=1)
+    """Different adapters in one engine step."""
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    """The highest rank of an adapter."""
+    max_cpu_loras: int = Field(32, ge=1)
+    """Adapters that one replica keeps loaded, at least `max_loras`; the one that is unused the longest goes first."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraConfig:
+        check_lora(self)
+        return self
+
+
 class IngressConfig(Section):
     """The HTTP side."""
 
@@ -310,6 +337,8 @@ class IngressConfig(Section):
     """One JSON line for each request, on the standard output of its ingress."""
     stored_responses: StoredResponsesConfig | None = None
     """Where set, even to `{}`: responses are stored, in a process that all ingresses share. null: none are."""
+    admin_key: str | None = Field(None, min_length=1)
+    """What the header `X-Baton-Admin-Key` must hold to load and unload adapters; null: those routes are refused."""
     server_args: dict[str, Any] = Field({})
     """Other options of `vllm serve`, such as `tool_call_parser`. An option that Baton sets is refused by name."""
 
@@ -335,6 +364,8 @@ class BatonConfig(Section):
     """Where requests go, and how long they wait."""
     ingress: IngressConfig = IngressConfig()
     """The HTTP side."""
+    lora: LoraConfig | None = None
+    """LoRA adapters; null: none can be served."""
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -248,6 +248,23 @@ class ManagerView:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: the model name that clients ask for, its folder, and its id (`checkpoint.adapter.adapter_id`)."""
+
+    name: str
+    path: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterList:
+    """The adapters that were loaded by HTTP. `version` grows by one with every change."""
+
+    version: int = 0
+    adapters: tuple[Adapter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRequest:
     """What admission and placement need to know of a request.
 

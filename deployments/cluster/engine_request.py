@@ -15,6 +15,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
+from deployments.checkpoint.adapter import engine_name
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.session import Finish
 from deployments.messages import Handoff, Placement, ReplicaInfo, Role, SessionRequest
@@ -82,6 +83,16 @@ def _hashes(request: EngineCoreRequest, tokens: list[int], block_size: int, adap
     return chained_hashes(tokens, block_size, salt=adapter)
 
 
+def name_adapter(request: EngineCoreRequest) -> None:
+    """Give a request's adapter the name that engines and the prefix index know it by.
+
+    Clients know it by its name alone. An adapter of the same name that is loaded later has another id.
+    """
+    if (adapter := request.lora_request) is not None:
+        request.lora_request = named = copy.copy(adapter)
+        named.lora_name = engine_name(adapter.lora_name, adapter.lora_int_id)
+
+
 def traits(request: EngineCoreRequest, answered_tokens: int = 0) -> RequestTraits:
     """What of a vLLM request decides whether it can be split, and whether its answer can go on elsewhere."""
     params = request.sampling_params
@@ -92,7 +103,6 @@ def traits(request: EngineCoreRequest, answered_tokens: int = 0) -> RequestTrait
         prompt_logprobs=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
         stateful_logits=params.thinking_token_budget is not None or bool(params.watermarking),
         has_embeds_or_multimodal=bool(request.mm_features) or request.prompt_embeds is not None,
-        lora=request.lora_request is not None,
     )
 
 
@@ -102,7 +112,7 @@ def digest(request: EngineCoreRequest) -> int:
     what.update(array("q", request.prompt_token_ids or ()).tobytes())
     for feature in request.mm_features or ():
         what.update(feature.identifier.encode())
-    what.update(repr(request.sampling_params).encode())
+    what.update(repr((request.lora_request, request.sampling_params)).encode())
     return int.from_bytes(what.digest(), "big")
 
 

@@ -36,6 +36,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             device=pool.device or pool.resources.accelerator_type,
             receives=receives,
             prompt_share=config.placement.prompt_share,
+            lora=config.lora,
         )
     from deployments.engine.mock.engine import MockEngine
     from transfer.memory.in_process_plane import InProcessPlane

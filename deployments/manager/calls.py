@@ -11,6 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from deployments.messages import (
+    Adapter,
+    AdapterList,
     Admit,
     ManagerView,
     Placement,
@@ -135,10 +137,23 @@ class Adopt(Call[None], frozen=True, tag=True):
     prefilling: bool
 
 
+class ShareAdapters(Call[AdapterList], frozen=True, tag=True):
+    """Load or unload LoRA adapters in all ingresses; without a change, wait at most `wait_s` for a list newer than
+    `known`.
+
+    The answer is the list. A manager that has restarted knows none, and takes the newest that ingresses know.
+    """
+
+    known: AdapterList
+    load: tuple[Adapter, ...] = ()
+    unload: tuple[str, ...] = ()
+    wait_s: float = 0.0
+
+
 Notice = PrefillDone | Close | Withdraw | Lost
 """Calls that tell the manager something and need no answer."""
-AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Adopt
-Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | dict[str, Any] | None
+AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Adopt | ShareAdapters
+Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | AdapterList | dict[str, Any] | None
 
 
 class Manager(Protocol):

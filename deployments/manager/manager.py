@@ -18,6 +18,7 @@ from configs.schema import BatonConfig
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.row import reservable
 from deployments.manager import status
+from deployments.manager.adapters import LoadedAdapters
 from deployments.manager.calls import (
     A,
     Adopt,
@@ -30,6 +31,7 @@ from deployments.manager.calls import (
     PrefillDone,
     Ready,
     Report,
+    ShareAdapters,
     Silent,
     Status,
     View,
@@ -85,6 +87,7 @@ class SessionManager:
         self._waiting: dict[str, asyncio.Future[Admit | Reject]] = {}
         self._retires = False
         self._counts = status.Counts()
+        self._adapters = LoadedAdapters()
 
     async def ask(self, call: Call[A]) -> A:
         """The answer to a call. Raises ValueError for a call that must not be made."""
@@ -122,6 +125,8 @@ class SessionManager:
                 self._allocator.fleet.reserve(placement, prompt_tokens, now_s)
                 if not prefilling:
                     self._allocator.prefill_done(placement.session_id, placement.epoch, now_s)
+            case ShareAdapters():
+                return await self._adapters.share(call)
             case _:
                 assert_never(call)
         return None

@@ -36,6 +36,7 @@ from deployments.manager.calls import (
     PrefillDone,
     Ready,
     Report,
+    ShareAdapters,
     Silent,
     Status,
     View,
@@ -107,7 +108,7 @@ class StandIn:
                 return () if self._is_away else await self._control.ask(call)
             case Ready():
                 return await self._ready(call)
-            case Status():
+            case Status() | ShareAdapters():
                 return await self._control.ask(call)
             case View() | Report() | Adopt():
                 raise ValueError(f"an ingress does not ask for {type(call).__name__}")

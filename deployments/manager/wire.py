@@ -13,7 +13,7 @@ import msgspec
 
 from deployments.manager import calls
 from deployments.manager.calls import A, Answer, AnyCall, Call
-from deployments.messages import Admit, ManagerView, Placement, Reject, ReportAnswer
+from deployments.messages import AdapterList, Admit, ManagerView, Placement, Reject, ReportAnswer
 from deployments.sealed_connection import Seal, packed, unpacked
 from transfer.control.seal import BadMessage, SealOf
 
@@ -100,6 +100,7 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
     calls.Ready: _SHOWN,
     calls.Status: _SHOWN,
     calls.Adopt: _TOLD,
+    calls.ShareAdapters: msgspec.msgpack.Decoder(AdapterList),
 }
 
 

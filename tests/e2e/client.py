@@ -42,9 +42,9 @@ async def events(response: httpx.Response) -> Any:
             yield event
 
 
-async def streamed(cluster: Cluster, prompt: list[int], max_tokens: int) -> Any:
+async def streamed(cluster: Cluster, prompt: list[int], max_tokens: int, **more: Any) -> Any:
     """The choices of a streamed answer, one after the other."""
-    asked = body(prompt, max_tokens, stream=True)
+    asked = body(prompt, max_tokens, stream=True, **more)
     async with client_of(cluster) as client, client.stream("POST", "/v1/completions", json=asked) as response:
         async for event in events(response):
             (choice,) = event["choices"]

@@ -104,23 +104,20 @@ def total(status: dict[str, Any], role: str, counter: str, pool: str | None = No
 
 @contextlib.contextmanager
 def started(
-    config: str,
-    directory: Path,
-    options: Sequence[str] = (),
-    ingress: Mapping[str, Any] | None = None,
-    **placement: Any,
+    config: str, directory: Path, options: Sequence[str] = (), more: Mapping[str, Any] | None = None, **placement: Any
 ) -> Iterator[Cluster]:
     """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready. At the
     end Ctrl-C, as a user would; fails where one of its processes is left afterwards.
 
-    `options`: more for the launcher. `ingress`, `placement`: settings of those sections to change.
+    `options`: more for the launcher. `more`: settings of other sections, by section. `placement`: settings of that
+    section to change.
     """
     serve = yaml.safe_load((ROOT / "configs" / config).read_text())
     arguments = serve["applications"][0]["args"]
     trace_dir = directory / "trace"
     arguments.setdefault("channel", {})["trace_dir"] = str(trace_dir)
-    arguments["placement"] = arguments.get("placement", {}) | placement
-    arguments["ingress"] = arguments.get("ingress", {}) | dict(ingress or {})
+    for section, settings in {**(more or {}), "placement": placement}.items():
+        arguments[section] = arguments.get(section, {}) | settings
     marker = uuid.uuid4().hex
     application = Application(serve, directory, {MARKER: marker}, options=options)
     try:

@@ -17,11 +17,13 @@ from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.engine.build import environment
 from deployments.engine.names import names_until_started
 from load_tests.harness.application import ROOT
+from tests.e2e.adapters import ADMIN_KEY, NAMES, made
 from tests.e2e.cluster import Cluster, started
 
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 600, 1800)
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 12, 96
 CROWD = 16
+TUNED_QUESTIONS = ("length-129", "length-600", "recovery-long")
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -39,11 +41,23 @@ def questions() -> dict[str, tuple[list[int], int]]:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """The plain engine's answers, by question. Its process has ended when this returns."""
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The folders of the LoRA adapters, by name."""
+    return made(tmp_path_factory.mktemp("adapters"), Path(resolve("bundled:smollm2-135m-instruct", DEFAULT_CACHE_DIR)))
+
+
+@pytest.fixture(scope="session")
+def reference(adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """The plain engine's answers, by question; those with an adapter by adapter and question. Its process has ended when this returns."""
     directory = tmp_path_factory.mktemp("reference")
     asked, told = directory / "questions.json", directory / "answers.json"
-    asked.write_text(json.dumps(questions()))
+    plain = {name: (tokens, limit, "") for name, (tokens, limit) in questions().items()}
+    tuned = {
+        f"{name} {question}": (*questions()[question], folder)
+        for name, folder in adapters.items()
+        for question in TUNED_QUESTIONS
+    }
+    asked.write_text(json.dumps(plain | tuned))
     model = str(resolve("bundled:smollm2-135m-instruct", DEFAULT_CACHE_DIR))
     command = [sys.executable, str(Path(__file__).parent / "reference.py"), model, str(asked), str(told)]
     from tests.e2e.settings import cpu_config
@@ -59,12 +73,17 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="session")
-def baton(reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def baton(
+    reference: dict[str, list[int]], adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """configs/cpu.yaml, running. Every request is split and stays where it is, so that tests know where it is.
 
-    Responses are stored.
+    Responses are stored. The first adapter is of the configuration; the second one can be loaded.
     """
-    stores: dict[str, Any] = {"stored_responses": {}}
-    directory = tmp_path_factory.mktemp("baton")
-    with started("cpu.yaml", directory, ingress=stores, split="always", rebalance=False) as cluster:
+    name = NAMES[0]
+    more: dict[str, Any] = {
+        "lora": {"adapters": [{"name": name, "path": adapters[name]}], "max_loras": 2},
+        "ingress": {"admin_key": ADMIN_KEY, "stored_responses": {}},
+    }
+    with started("cpu.yaml", tmp_path_factory.mktemp("baton"), more=more, split="always", rebalance=False) as cluster:
         yield cluster

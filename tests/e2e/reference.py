@@ -1,4 +1,5 @@
-"""One plain vLLM engine, without Baton: reads {"name": [prompt token ids, max tokens]}, writes {"name": token ids}.
+"""One plain vLLM engine, without Baton: reads {"name": [prompt token ids, max tokens, folder of a LoRA adapter or ""]},
+writes {"name": token ids}.
 
 Run as a process of its own, so that it is gone before the cluster starts.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 def main(model: str, questions: Path, answers: Path) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     llm = LLM(
         model=model,
@@ -21,12 +23,17 @@ def main(model: str, questions: Path, answers: Path) -> None:
         enforce_eager=True,
         max_num_batched_tokens=256,
         kv_cache_memory_bytes=805306368,
+        enable_lora=True,
+        max_loras=2,
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     )
     asked = json.loads(questions.read_text())
-    prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked.values()]
-    params = [SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True) for _, limit in asked.values()]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt, *_ in asked.values()]
+    params = [SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True) for _, limit, _ in asked.values()]
+    folders = [folder for *_, folder in asked.values()]
+    numbers = {folder: number for number, folder in enumerate(sorted(set(folders)), 1)}
+    adapters = [LoRARequest(folder, numbers[folder], folder) if folder else None for folder in folders]
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     told = {name: list(output.outputs[0].token_ids) for name, output in zip(asked, outputs, strict=True)}
     answers.write_text(json.dumps(told))
 

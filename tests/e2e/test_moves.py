@@ -15,7 +15,8 @@ import pytest
 
 from app.launch.local_ray import LOOPBACK_ONLY
 from load_tests.harness.application import ROOT
-from tests.e2e.client import streamed
+from tests.e2e.adapters import NAMES
+from tests.e2e.client import MODEL, streamed
 from tests.e2e.cluster import Cluster, total
 from tests.e2e.conftest import LONG_ANSWER_TOKENS, questions
 
@@ -48,16 +49,18 @@ def let_go(mover: subprocess.Popen[str], pool: str) -> int:
     return int(mover.stdout.readline())
 
 
+@pytest.mark.parametrize("model", [MODEL, NAMES[0]])
 async def test_a_running_session_is_moved_to_and_fro_and_its_answer_is_the_same(
-    baton: Cluster, reference: dict[str, list[int]], mover: subprocess.Popen[str]
+    baton: Cluster, reference: dict[str, list[int]], mover: subprocess.Popen[str], model: str
 ) -> None:
     asked, _ = questions()["recovery-long"]
+    question = "recovery-long" if model == MODEL else f"{model} recovery-long"
     before = await asyncio.to_thread(baton.settled)
     tokens: list[int] = []
     times_s: list[float] = []
     moves: list[float] = []
     known = 0
-    async for choice in streamed(baton, asked, LONG_ANSWER_TOKENS):
+    async for choice in streamed(baton, asked, LONG_ANSWER_TOKENS, model=model):
         tokens += choice["token_ids"] or []
         times_s.append(time.monotonic())
         if len(moves) < len(MOVE_AFTER) and len(tokens) >= MOVE_AFTER[len(moves)]:
@@ -66,10 +69,11 @@ async def test_a_running_session_is_moved_to_and_fro_and_its_answer_is_the_same(
             known += len(asked) + len(tokens)
             moves.append(time.monotonic())
             assert await asyncio.to_thread(let_go, mover, pool) == 1
-    assert tokens == reference["recovery-long"]
+    assert tokens == reference[question]
     after = await asyncio.to_thread(baton.settled)
-    assert after["sessions"]["closed"]["moved"] == len(MOVE_AFTER)
-    assert total(after, "decode", "moved_out") == len(MOVE_AFTER)
+    closed = [status["sessions"]["closed"].get("moved", 0) for status in (before, after)]
+    assert closed[1] - closed[0] == len(MOVE_AFTER)
+    assert total(after, "decode", "moved_out") - total(before, "decode", "moved_out") == len(MOVE_AFTER)
     assert total(after, "decode", "preemptions") == 0
     written = total(after, "decode", "blocks_written") - total(before, "decode", "blocks_written")
     assert written > 0, "the KV cache went by the channel"

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.e2e.adapters import NAMES
 from tests.e2e.client import client_of, complete, streamed, until
 from tests.e2e.cluster import Cluster, processes
 from tests.e2e.conftest import ANSWER_TOKENS, LONG_ANSWER_TOKENS, questions
@@ -80,6 +81,9 @@ async def test_the_killed_are_replaced_and_nothing_of_them_is_left(
         again = await complete(client, questions()["recovery-200"][0], ANSWER_TOKENS)
     assert again.json()["choices"][0]["token_ids"] == reference["recovery-200"]
     assert again.headers["x-baton-mode"] == "disaggregated"
+    async with client_of(baton) as client:
+        tuned = await complete(client, questions()["length-129"][0], ANSWER_TOKENS, model=NAMES[0])
+    assert tuned.json()["choices"][0]["token_ids"] == reference[f"{NAMES[0]} length-129"], "it is loaded again"
     await asyncio.to_thread(baton.settled)
     assert not baton.used_blocks()
     engines = [line for line in processes(baton.marker).values() if line.startswith("VLLM::EngineCore")]

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.version import __version__ as vllm_version
 
-from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
+from configs.schema import ChannelConfig, LoraConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.vllm.description import prior_of
 from deployments.fleet.columns import UNKNOWN
@@ -36,7 +36,7 @@ class EngineArguments:
     `model_path`: a checkpoint directory or a Hugging Face name. `secret`: the deployment's, which seals control
     messages. `host`: the address at which peers reach the channel. `device`: whose data sheet gives the first guess of
     its speed; None: the one that vLLM says it runs on. `receives`: peers write KV to this engine, too. `prompt_share`:
-    as in the configuration.
+    as in the configuration. `lora`: None where no adapters are served.
     """
 
     config: VllmEngineConfig
@@ -50,6 +50,7 @@ class EngineArguments:
     device: str | None = None
     receives: bool = True
     prompt_share: float = PROMPT_SHARE
+    lora: LoraConfig | None = None
 
     @property
     def kv_role(self) -> Literal["kv_producer", "kv_both"]:
@@ -101,6 +102,8 @@ class EngineArguments:
             "quantization": config.quantization,
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
+        if self.lora is not None:
+            optional |= {"enable_lora": True} | self.lora.model_dump(exclude={"adapters"})
         return {name: value for name, value in optional.items() if value is not None}
 
     def baton_transfer(self) -> KVTransferConfig:

@@ -19,10 +19,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from configs.schema import ChannelConfig, ModelConfig, VllmEngineConfig
+from configs.schema import ChannelConfig, LoraConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.names import names_until_started
 from deployments.engine.protocol import EngineCrashed, EngineError, EngineInfo, Output, RequestRefused, Step
+from deployments.engine.vllm.adapters import Adapters
 from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
@@ -37,7 +38,7 @@ EXIT_S = 1.0  # the longest that a dead engine's process takes to end
 class VllmEngine:
     """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name.
 
-    `device`, `receives`, `prompt_share`: see `EngineArguments`.
+    `device`, `receives`, `prompt_share`, `lora`: see `EngineArguments`.
     """
 
     _worker_extension = "transfer.vllm.connector.WorkerExtension"
@@ -56,10 +57,12 @@ class VllmEngine:
         device: str | None = None,
         receives: bool = True,
         prompt_share: float = PROMPT_SHARE,
+        lora: LoraConfig | None = None,
     ) -> None:
         self._arguments = EngineArguments(
-            config, model, channel, model_path, role, replica_id, secret, host, device, receives, prompt_share
+            config, model, channel, model_path, role, replica_id, secret, host, device, receives, prompt_share, lora
         )
+        self._adapters = Adapters(lora.max_cpu_loras if lora else 0)
         self._client: AsyncMPClient | None = None
         self._total_blocks = 0
         self._decoder = MsgpackDecoder(EngineCoreRequest)
@@ -99,6 +102,7 @@ class VllmEngine:
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise RequestRefused(f"the request cannot be read: {error}") from error
         try:
+            await self._adapters.load(self._engine, request)
             await self._engine.add_request_async(request)
         except EngineDeadError as error:
             raise EngineError("the engine is dead") from error
@@ -108,6 +112,7 @@ class VllmEngine:
             await self._engine.abort_requests_async(request_ids)
         except EngineDeadError as error:
             raise EngineError("the engine is dead") from error
+        self._adapters.over(request_ids)
 
     async def step(self) -> Step:
         try:
@@ -133,7 +138,10 @@ class VllmEngine:
     def _output(self, output: Seen, payload: tuple[msgspec.Raw, tuple[bytes, ...]]) -> Output:
         """`payload`: the output as it came, and the buffers of its message."""
         self._counts.output(output)
-        return Output(output.request_id, len(output.new_token_ids), output.finish_reason is not None, payload)
+        is_over = output.finish_reason is not None
+        if is_over:
+            self._adapters.over([output.request_id])
+        return Output(output.request_id, len(output.new_token_ids), is_over, payload)
 
     def cache_change(self, whole: bool) -> CacheChange | None:
         self._events.drain()

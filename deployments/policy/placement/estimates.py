@@ -48,7 +48,8 @@ class Limits:
         within = self.min_prompt_tokens <= request.prompt_tokens
         within = within and (self.max_prompt_tokens is None or request.prompt_tokens <= self.max_prompt_tokens)
         of_class = not self.classes or request.priority in self.classes
-        adapter = not request.adapter or not self.adapters or request.adapter in self.adapters
+        name = request.adapter.rsplit("@", 1)[0]  # without its id (`checkpoint.adapter`)
+        adapter = not name or not self.adapters or name in self.adapters
         return within and of_class and adapter
 
 

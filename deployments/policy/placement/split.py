@@ -30,7 +30,6 @@ class RequestTraits:
     prompt_logprobs: bool = False
     stateful_logits: bool = False
     has_embeds_or_multimodal: bool = False
-    lora: bool = False
 
 
 def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tuple[tuple[Mode, ...], str]:
@@ -44,7 +43,6 @@ def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tupl
     | prompt_logprobs      | they cover the whole prompt, and decode never computes what it was handed       |
     | stateful_logits      | the processor's state has not seen the first token                              |
     | embeds_or_multimodal | block hashes and placeholders of non-text input do not travel yet               |
-    | lora                 | the adapter would have to be loaded, under one id, on both replicas             |
     """
     if traits.max_tokens == 1:
         return (Mode.PREFILL_LOCAL, Mode.DECODE_LOCAL), "one_token"
@@ -52,7 +50,6 @@ def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tupl
         (traits.prompt_logprobs, "prompt_logprobs"),
         (handoff is Handoff.PUSHED and traits.stateful_logits, "stateful_logits"),
         (traits.has_embeds_or_multimodal, "embeds_or_multimodal"),
-        (traits.lora, "lora"),
     )
     rule = next((name for applies, name in rules if applies), "")
     return (ONE_ENGINE, rule) if rule else (ANY, "")
@@ -61,7 +58,7 @@ def split_rule(traits: RequestTraits, handoff: Handoff = Handoff.PUSHED) -> tupl
 def continuation_rule(traits: RequestTraits) -> str:
     """The rule because of which an answer that has begun cannot go on elsewhere; "" when it can.
 
-    Prompt logprobs have been sent by then, and an adapter is loaded wherever the session is placed next.
+    Prompt logprobs have been sent by then.
     """
     rules = ((traits.stateful_logits, "stateful_logits"), (traits.has_embeds_or_multimodal, "embeds_or_multimodal"))
     return next((name for applies, name in rules if applies), "")

@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    ingress: dict[str, Any] = {"stored_responses": {}}
-    with started("mock.yaml", tmp_path_factory.mktemp("mock"), ingress=ingress, drain_s=DRAIN_S) as cluster:
+    more: dict[str, Any] = {"ingress": {"stored_responses": {}}}
+    with started("mock.yaml", tmp_path_factory.mktemp("mock"), more=more, drain_s=DRAIN_S) as cluster:
         yield cluster
 
 

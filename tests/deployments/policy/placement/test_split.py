@@ -36,7 +36,7 @@ def test_every_trait_keeps_a_request_on_one_engine_and_names_its_rule(flag: str)
 @pytest.mark.parametrize("flag", FLAGS)
 def test_rules_about_the_first_token_fall_away_where_decode_samples_it(flag: str) -> None:
     modes, rule = split_rule(RequestTraits(16, **{flag: True}), Handoff.PULLED)
-    if flag in ("prompt_logprobs", "has_embeds_or_multimodal", "lora"):
+    if flag in ("prompt_logprobs", "has_embeds_or_multimodal"):
         assert (modes, rule) == split_rule(RequestTraits(16, **{flag: True}))
     else:
         assert (modes, rule) == split_rule(RequestTraits(16))

@@ -124,6 +124,14 @@ class CacheChange:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldAdapters:
+    """The LoRA adapters that a replica has loaded, by the digits of their ids. `load_s`: its newest load; 0: none."""
+
+    ids: tuple[str, ...] = ()
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A part of a session that is over on a replica, and the tokens that it generated there.
 
@@ -197,6 +205,7 @@ class ReplicaSnapshot:
     held_tokens: tuple[int, ...] = ()
     movable: frozenset[str] = frozenset()
     is_starting: bool = False
+    adapters: HeldAdapters = HeldAdapters()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deployments.messages import CacheChange, Role, StepSample
+from deployments.messages import CacheChange, HeldAdapters, Role, StepSample
 
 
 class EngineError(Exception):
@@ -114,6 +114,9 @@ class Engine(Protocol):
 
         The first change is a whole one. Each change is given once: ask for the whole when a change was lost.
         """
+
+    def adapters(self) -> HeldAdapters:
+        """The LoRA adapters that are loaded."""
 
     async def counters(self) -> dict[str, float]:
         """The KV channel's counters, summed over workers (bytes written, handoffs landed, ...)."""

@@ -185,6 +185,7 @@ class Allocator:
             self.predictors.index.apply(snapshot.replica_id, snapshot.cache, now_s)
         if snapshot.info is None:
             return False
+        self.predictors.adapters.apply(snapshot.replica_id, snapshot.adapters)
         self.predictors.learn_steps(snapshot.info, snapshot.steps)
         return not self.predictors.index.knows(snapshot.replica_id)
 
@@ -211,7 +212,7 @@ class Allocator:
             self._poison.crashed(replica_id, self._digests_on(replica_id), now_s)
         self.breakers.lost(replica_id, now_s, gone)
         self.fleet.forget(replica_id)
-        self.predictors.index.forget(replica_id)
+        self.predictors.forget(replica_id)
 
     def _digests_on(self, replica_id: str) -> set[int]:
         """The requests that have a part on a replica."""
@@ -227,7 +228,7 @@ class Allocator:
         known = set(self.fleet.snapshots())
         expired = self.fleet.expire(now_s)
         for replica_id in known - set(self.fleet.snapshots()):
-            self.predictors.index.forget(replica_id)
+            self.predictors.forget(replica_id)
         for promise in expired:
             if not self.fleet.promises_of(promise.placement.session_id):
                 self.predictors.computed(promise.placement.session_id, now_s)

@@ -9,6 +9,7 @@ from typing import Any
 from deployments.fleet.columns import UNKNOWN
 from deployments.messages import ReplicaInfo, SessionRequest, StepSample
 from deployments.policy.placement.estimates import Knowledge
+from deployments.policy.prediction.adapters import AdapterIndex
 from deployments.policy.prediction.answer_length import LengthPredictor
 from deployments.policy.prediction.prefix_index import PrefixIndex
 from deployments.policy.prediction.step_time import StepModel
@@ -26,14 +27,14 @@ AFFINITIES = 65_536
 
 
 class Predictors:
-    """The prefix index, the length of answers, the time of steps, and the replicas of each affinity key.
+    """The prefix index, the replicas' adapters, the length of answers, the time of steps, and the replicas of each affinity key.
 
     `link_bytes_per_s`: between two replicas; 0 where it is not known. `models`: by pool. The model of a pool starts
     from what its first replica reports of its hardware.
     """
 
     def __init__(self, link_bytes_per_s: float) -> None:
-        self.index = PrefixIndex()
+        self.index, self.adapters = PrefixIndex(), AdapterIndex()
         self.lengths = LengthPredictor()
         self.models: dict[str, StepModel] = {}
         self._link_bytes_per_s = link_bytes_per_s
@@ -51,7 +52,14 @@ class Predictors:
             trusted=frozenset(pool for pool, model in self.models.items() if model.count >= TRUSTED_STEPS),
             pinned=self._affinities.get(request.affinity, frozenset()) if request.affinity else frozenset(),
             link_bytes_per_s=self._link_bytes_per_s,
+            adapter_on=self.adapters.holders(request.adapter) if request.adapter else frozenset(),
+            adapter_s=self.adapters.load_s if request.adapter else 0.0,
         )
+
+    def forget(self, replica_id: str) -> None:
+        """A replica is gone, and what it had with it."""
+        self.index.forget(replica_id)
+        self.adapters.forget(replica_id)
 
     def learn_steps(self, info: ReplicaInfo, steps: Sequence[StepSample]) -> None:
         """Learn from the steps that a replica reports. A pool has coefficients once they are more than a guess."""

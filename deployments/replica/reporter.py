@@ -126,4 +126,5 @@ class Reporter:
             held_tokens=tuple(part.held_tokens for part in parts) if may_move else (),
             movable=frozenset(part.task.session_id for part in parts if may_move and part.task.movable),
             is_starting=self._life.is_starting,
+            adapters=self._engine.adapters(),
         )

@@ -28,13 +28,15 @@ def main(model: str, questions: Path, answers: Path) -> None:
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     )
     asked = json.loads(questions.read_text())
-    prompts = [{"prompt_token_ids": prompt} for prompt, *_ in asked.values()]
-    params = [SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True) for _, limit, _ in asked.values()]
-    folders = [folder for *_, folder in asked.values()]
-    numbers = {folder: number for number, folder in enumerate(sorted(set(folders)), 1)}
-    adapters = [LoRARequest(folder, numbers[folder], folder) if folder else None for folder in folders]
-    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
-    told = {name: list(output.outputs[0].token_ids) for name, output in zip(asked, outputs, strict=True)}
+    told = {}
+    # Each adapter is asked alone: vLLM's CPU operations confuse them (`deployments/engine/vllm/cpu_adapters.py`).
+    for number, folder in enumerate(sorted({folder for *_, folder in asked.values()})):
+        these = {name: each for name, each in asked.items() if each[2] == folder}
+        prompts = [{"prompt_token_ids": prompt} for prompt, *_ in these.values()]
+        params = [SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True) for _, limit, _ in these.values()]
+        adapter = LoRARequest(folder, number, folder) if folder else None
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
+        told |= {name: list(output.outputs[0].token_ids) for name, output in zip(these, outputs, strict=True)}
     answers.write_text(json.dumps(told))
 
 

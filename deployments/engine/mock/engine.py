@@ -27,7 +27,7 @@ from deployments.engine.mock.scheduler import MockScheduler, Plan, steps_of
 from deployments.engine.mock.sequence import Sequence
 from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
 from deployments.engine.protocol import EngineCrashed, EngineError, EngineInfo, EngineLoad, Output, RequestRefused, Step
-from deployments.messages import CacheChange, StepSample
+from deployments.messages import CacheChange, HeldAdapters, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.control.messages import FirstToken
 from transfer.memory.blocks import blocks_for
@@ -134,6 +134,9 @@ class MockEngine:
 
     def cache_change(self, whole: bool) -> CacheChange | None:
         return self._cache.change(whole)
+
+    def adapters(self) -> HeldAdapters:
+        return HeldAdapters()
 
     async def counters(self) -> dict[str, float]:
         if self._task is None:

@@ -17,22 +17,23 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from deployments.checkpoint.adapter import adapter_id, digits
 from deployments.checkpoint.errors import AdapterError
 from deployments.engine.protocol import RequestRefused
+from deployments.messages import HeldAdapters
 
 
 class Adapters:
-    """`capacity`: the adapters that the engine keeps. `load_s`: how long the newest load took; 0: there was none."""
+    """`capacity`: the adapters that the engine keeps."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._held: dict[int, None] = {}  # the one that was used last is the last
         self._needed: dict[str, int] = {}
         self._loading = asyncio.Lock()
-        self.load_s = 0.0
+        self._load_s = 0.0
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """The ids of the adapters that are loaded."""
-        return tuple(digits(number) for number in self._held)
+    def held(self) -> HeldAdapters:
+        """The adapters that are loaded, and how long the newest load took."""
+        return HeldAdapters(tuple(map(digits, self._held)), self._load_s)
 
     async def load(self, engine: AsyncMPClient, request: EngineCoreRequest) -> None:
         """Have the adapter of a request loaded, if it has one. It stays until the request is over.
@@ -71,7 +72,7 @@ class Adapters:
         except Exception as error:  # vLLM passes on what went wrong in the engine as a plain Exception
             raise RequestRefused(f"the adapter cannot be loaded: {error}") from error
         self._held[adapter.lora_int_id] = None
-        self.load_s = time.monotonic() - begun_s
+        self._load_s = time.monotonic() - begun_s
 
     async def _make_room(self, engine: AsyncMPClient) -> None:
         """Unload the adapter that no request needs and that was used the longest ago, if there is no room.

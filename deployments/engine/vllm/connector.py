@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from deployments.engine.vllm.cpu_adapters import skip_plain_tokens
 from deployments.engine.vllm.step_pace import StepPace
 from deployments.messages import StepSample
 from deployments.step_cost import Coefficients
@@ -46,6 +47,8 @@ class PacedConnector(BatonConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._pace = pace_of(self._kv_transfer_config.kv_connector_extra_config)
+        else:
+            skip_plain_tokens(vllm_config)
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)

@@ -28,7 +28,7 @@ from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
 from deployments.engine.vllm.outputs import OutputsDecoder, Seen, passed_on, seen
-from deployments.messages import CacheChange, Role, StepSample
+from deployments.messages import CacheChange, HeldAdapters, Role, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 
 RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a call
@@ -146,6 +146,9 @@ class VllmEngine:
     def cache_change(self, whole: bool) -> CacheChange | None:
         self._events.drain()
         return self._events.log.change(whole)
+
+    def adapters(self) -> HeldAdapters:
+        return self._adapters.held
 
     def encode(self, payloads: list[Any]) -> list[bytes]:
         return passed_on([output for output, _ in payloads], payloads[0][1])

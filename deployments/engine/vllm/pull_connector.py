@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from deployments.engine.vllm.connector import pace_of, sample_of
+from deployments.engine.vllm.cpu_adapters import skip_plain_tokens
 from transfer.vllm.continued_answer import AnsweredRequests, count_answered
 from transfer.vllm.faults import note_fault
 from transfer.vllm.lifeline import die_with_parent
@@ -61,6 +62,7 @@ class NixlConnector(NixlPullConnector):
             self._clock, self._answered, self._pace = StepClock(), AnsweredRequests(), pace_of(extra)
         else:
             count_answered(vllm_config)
+            skip_plain_tokens(vllm_config)
         # On CPU vLLM has just pinned this thread, which computes the model, to the node's last core: undo that.
         os.sched_setaffinity(0, cores)
 

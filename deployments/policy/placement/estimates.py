@@ -60,6 +60,7 @@ class Knowledge:
     `hits`: leading blocks of the prompt in a replica's prefix cache, by replica id. `output_tokens`: the expected
     length of the answer. `trusted`: the pools whose step times were learned. `pinned`: the replicas that the request's
     affinity names. `link_bytes_per_s`: between two replicas; 0 where it is not known.
+    `adapter_on`: the replicas that have its LoRA adapter. `adapter_s`: seconds to load that on another; 0: it needs none.
     """
 
     hits: Mapping[str, int] = field(default_factory=dict)
@@ -67,6 +68,8 @@ class Knowledge:
     trusted: frozenset[str] = frozenset()
     pinned: frozenset[str] = frozenset()
     link_bytes_per_s: float = 0.0
+    adapter_on: frozenset[str] = frozenset()
+    adapter_s: float = 0.0
 
 
 class Outlook:
@@ -114,6 +117,13 @@ class Outlook:
         """Seconds until the prompts placed before are computed, and at least the time of those behind the first."""
         seconds: Numbers = np.maximum(self.columns["busy_until_s"] - self.now_s, self.columns["behind_s"])
         return seconds
+
+    @cached_property
+    def loading_s(self) -> Numbers:
+        """Seconds to load the request's adapter where a replica does not have it."""
+        column = np.full(len(self.columns.ready), self.knowledge.adapter_s)
+        column[[self.columns.rows[each] for each in self.knowledge.adapter_on if each in self.columns.rows]] = 0.0
+        return column
 
     @cached_property
     def beside_s(self) -> Numbers:

@@ -79,6 +79,14 @@ class Costs:
     def alone_s(self) -> Numbers:
         """The replica computes the prompt and writes the answer."""
         seconds: Numbers = self.prefill_s + self.decode_s
+        return seconds - self.loading_s  # once on one replica
+
+    @cached_property
+    def loading_s(self) -> Numbers | float:
+        """What it costs the request that its adapter has to be loaded first."""
+        if not self._here.knowledge.adapter_s:
+            return 0.0
+        seconds: Numbers = self._weights.ttft * self._outlook.loading_s
         return seconds
 
     @cached_property
@@ -96,7 +104,7 @@ class Costs:
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
         cost_s += weights.later * later * prefill_s * (queue_s + prefill_s / 2)
         cost_s += weights.others * outlook.moves_per_s * prefill_s * self.landing_s
-        cost_s += self.held_up * outlook.beside_s
+        cost_s += self.held_up * outlook.beside_s + self.loading_s
         objective_s = self._here.objectives[0]
         if objective_s < np.inf:
             over_s = ttft_s - self._here.settings.slack * objective_s
@@ -111,7 +119,7 @@ class Costs:
         cost_s: Numbers = (steps * weights.decode) * step_s
         cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s) * self.strain
         cost_s += weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
-        cost_s += self.held_up * (steps * outlook.added_step_s)
+        cost_s += self.held_up * (steps * outlook.added_step_s) + self.loading_s
         objective_s = self._here.objectives[1]
         if objective_s < np.inf:
             over_s = np.maximum(step_s - objective_s, 0.0)

@@ -98,7 +98,7 @@ def _forecast(here: Field, owner: int, prefiller: int, computes: bool) -> Foreca
         queue_s=queue_s,
         prefill_s=prefill_s,
         transfer_s=transfer_s,
-        ttft_s=queue_s + prefill_s,
+        ttft_s=queue_s + prefill_s + float(outlook.loading_s[prefiller]),
         tpot_s=float(outlook.step_s[owner]),
         output_tokens=here.knowledge.output_tokens,
         trusted=pools <= here.knowledge.trusted,

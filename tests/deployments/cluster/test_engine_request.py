@@ -6,12 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from deployments.cluster.engine_request import Remainder, part, remainder, session_request
+from deployments.cluster.engine_request import Remainder, digest, name_adapter, part, remainder, session_request
 from deployments.cluster.request_context import RequestContext
+from deployments.engine.cache_log import CacheLog
+from deployments.engine.kv_events import BlockStored, Translator
 from deployments.messages import Handoff, Role, SessionRequest
+from deployments.policy.placement.split import ANY
 from transfer.memory.blocks import chained_hashes
 
 PROMPT = list(range(50))
@@ -35,6 +39,37 @@ def test_an_adapters_prompts_are_its_own() -> None:
     request = of(lora_request=SimpleNamespace(lora_name="tuned"))
     assert request.adapter == "tuned"
     assert request.hashes == chained_hashes(PROMPT, 16, salt="tuned")
+
+
+def tuned(number: int) -> EngineCoreRequest:
+    adapter, params = LoRARequest("tuned", number, "/tuned"), SamplingParams(max_tokens=7)
+    request = EngineCoreRequest("r", PROMPT, None, params, None, 0.0, adapter, None, None)
+    name_adapter(request)
+    return request
+
+
+def test_adapters_of_one_name_and_other_files_share_no_blocks_and_no_digest() -> None:
+    first, second = tuned(1), tuned(2)
+    assert first.lora_request is not None
+    assert (first.lora_request.lora_name, first.lora_request.lora_int_id) == ("tuned@00000001", 1)
+    assert digest(first) == digest(tuned(1)) != digest(second)
+    asked = [session_request(Remainder(1, each), None, Handoff.PUSHED, 16, "r") for each in (first, second)]
+    assert [each.adapter for each in asked] == ["tuned@00000001", "tuned@00000002"]
+    assert not set(asked[0].hashes) & set(asked[1].hashes)
+    assert asked[0].allowed == ANY
+
+
+def test_an_adapters_blocks_have_the_hashes_by_which_the_engine_reports_them() -> None:
+    """vLLM's event has the adapter's name, and names it as the block's one extra key."""
+    request, log = tuned(1), CacheLog()
+    assert request.lora_request is not None
+    (asked, *_) = session_request(Remainder(1, request), None, Handoff.PUSHED, 16, "r").hashes
+    name = request.lora_request.lora_name
+    event = BlockStored([b"x"], None, PROMPT[:16], 16, lora_name=name, extra_keys=[[name]])
+    Translator(16, log).take(event)
+    change = log.change(whole=True)
+    assert change is not None
+    assert change.stored == (asked,)
 
 
 @pytest.mark.parametrize("field", [{"cache_salt": "s"}, {"mm_features": [object()]}, {"prompt_embeds": object()}])

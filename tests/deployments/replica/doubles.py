@@ -79,6 +79,9 @@ class ScriptedEngine:
             raise TimeoutError
         self.met.append(peers)
 
+    def adapters(self) -> HeldAdapters:
+        return HeldAdapters()
+
     def cache_change(self, whole: bool) -> CacheChange | None:
         return self.cache.change(whole)
 

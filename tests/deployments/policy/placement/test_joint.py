@@ -111,6 +111,22 @@ def test_without_load_the_choice_is_the_cheapest_of_all_ways(prompt: int, answer
     Swept().choose(idle_field(prompt, answer, cached))
 
 
+@pytest.mark.parametrize("holder", [name for name, _ in KINDS])
+def test_a_replica_that_has_the_adapter_is_worth_the_seconds_of_a_load(holder: str) -> None:
+    here = idle_field(1000, 100, {})
+    here.knowledge = replace(here.knowledge, adapter_on=frozenset({holder, "gone"}), adapter_s=2.0)
+    here.outlook.knowledge = here.knowledge
+    plain, tuned = Costs(idle_field(1000, 100, {})), Costs(here)
+    for row, (name, _) in enumerate(KINDS):
+        more_s = 0.0 if name == holder else 2.0
+        assert tuned.alone_s[row] - plain.alone_s[row] == pytest.approx(more_s, abs=1e-6), "one load"
+        assert tuned.decode_s[row] - plain.decode_s[row] == pytest.approx(more_s, abs=1e-6)
+        assert tuned.prefill_s[row] - plain.prefill_s[row] >= more_s - 1e-6
+    choice = Swept().choose(here)
+    assert choice is not None
+    assert holder in {KINDS[row][0] for row in (choice.owner, choice.helper) if row is not None}
+
+
 @settings(deadline=None)
 @given(st.integers(2, 10_000), st.integers(2, 2000), CACHED)
 def test_no_request_gains_by_a_wall(prompt: int, answer: int, cached: dict[str, int]) -> None:

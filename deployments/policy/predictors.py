@@ -27,7 +27,8 @@ AFFINITIES = 65_536
 
 
 class Predictors:
-    """The prefix index, the replicas' adapters, the length of answers, the time of steps, and the replicas of each affinity key.
+    """The prefix index, the replicas' adapters, the length of answers, the time of steps, and the replicas of each
+    affinity key.
 
     `link_bytes_per_s`: between two replicas; 0 where it is not known. `models`: by pool. The model of a pool starts
     from what its first replica reports of its hardware.

@@ -128,9 +128,7 @@ async def test_what_one_ingress_loads_all_serve_and_unload_together(start: Start
     await first.until("fixed")
 
 
-async def test_a_manager_that_has_restarted_hears_of_the_adapters(
-    start: Start, control: Control, folder: Path
-) -> None:
+async def test_a_manager_that_has_restarted_hears_of_the_adapters(start: Start, control: Control, folder: Path) -> None:
     ingress = await start()
     assert await ingress.ask("load", lora_name="tuned", lora_path=str(folder)) == 200
     control.shared = LoadedAdapters()

@@ -48,7 +48,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def reference(adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """The plain engine's answers, by question; those with an adapter by adapter and question. Its process has ended when this returns."""
+    """The plain engine's answers, by question, and those with an adapter by adapter and question.
+
+    Its process has ended when this returns.
+    """
     directory = tmp_path_factory.mktemp("reference")
     asked, told = directory / "questions.json", directory / "answers.json"
     plain = {name: (tokens, limit, "") for name, (tokens, limit) in questions().items()}

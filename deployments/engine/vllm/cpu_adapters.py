@@ -39,7 +39,12 @@ def skipping(expand: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(expand)
     def expand_some(
-        inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, numbers: torch.Tensor, *more: Any, **named: Any
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        numbers: torch.Tensor,
+        *more: Any,
+        **named: Any,
     ) -> None:
         expand(inputs * (numbers >= 0).unsqueeze(1), weights, output, numbers, *more, **named)
 

@@ -60,7 +60,8 @@ class Knowledge:
     `hits`: leading blocks of the prompt in a replica's prefix cache, by replica id. `output_tokens`: the expected
     length of the answer. `trusted`: the pools whose step times were learned. `pinned`: the replicas that the request's
     affinity names. `link_bytes_per_s`: between two replicas; 0 where it is not known.
-    `adapter_on`: the replicas that have its LoRA adapter. `adapter_s`: seconds to load that on another; 0: it needs none.
+    `adapter_on`: the replicas that have its LoRA adapter. `adapter_s`: seconds to load that on another; 0: it needs
+    none.
     """
 
     hits: Mapping[str, int] = field(default_factory=dict)

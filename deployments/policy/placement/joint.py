@@ -2,8 +2,9 @@
 
 Every way is weighed: each replica alone, and each pair of one that prefills and one that decodes. What a replica costs
 as the one that prefills, and what it costs as the one that decodes, are columns. The cost of one replica alone is the
-sum of its two. The cost of a pair is the sum of one each, plus the part of the KV transfer that the computation does
-not hide. Only that part depends on both, so the best of each side are found by columns, and only those are paired.
+sum of its two, with the load of an adapter counted once. The cost of a pair is the sum of one each, plus the part of
+the KV transfer that the computation does not hide. Only that part depends on both, so the best of each side are found
+by columns, and only those are paired.
 """
 
 from __future__ import annotations
@@ -79,14 +80,7 @@ class Costs:
     def alone_s(self) -> Numbers:
         """The replica computes the prompt and writes the answer."""
         seconds: Numbers = self.prefill_s + self.decode_s
-        return seconds - self.loading_s  # once on one replica
-
-    @cached_property
-    def loading_s(self) -> Numbers | float:
-        """What it costs the request that its adapter has to be loaded first."""
-        if not self._here.knowledge.adapter_s:
-            return 0.0
-        seconds: Numbers = self._weights.ttft * self._outlook.loading_s
+        seconds -= self._weights.ttft * self._outlook.loading_s  # once on one replica
         return seconds
 
     @cached_property
@@ -104,7 +98,7 @@ class Costs:
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
         cost_s += weights.later * later * prefill_s * (queue_s + prefill_s / 2)
         cost_s += weights.others * outlook.moves_per_s * prefill_s * self.landing_s
-        cost_s += self.held_up * outlook.beside_s + self.loading_s
+        cost_s += self.held_up * outlook.beside_s + weights.ttft * outlook.loading_s
         objective_s = self._here.objectives[0]
         if objective_s < np.inf:
             over_s = ttft_s - self._here.settings.slack * objective_s
@@ -119,7 +113,7 @@ class Costs:
         cost_s: Numbers = (steps * weights.decode) * step_s
         cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s) * self.strain
         cost_s += weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
-        cost_s += self.held_up * (steps * outlook.added_step_s) + self.loading_s
+        cost_s += self.held_up * (steps * outlook.added_step_s) + weights.ttft * outlook.loading_s
         objective_s = self._here.objectives[1]
         if objective_s < np.inf:
             over_s = np.maximum(step_s - objective_s, 0.0)

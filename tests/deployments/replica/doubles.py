@@ -14,6 +14,7 @@ from deployments.errors import Unavailable
 from deployments.manager.calls import Call, Report
 from deployments.messages import (
     CacheChange,
+    HeldAdapters,
     Peers,
     Phase,
     ReplicaSnapshot,

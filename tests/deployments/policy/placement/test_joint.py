@@ -59,7 +59,8 @@ def sweep(here: Field) -> dict[tuple[int, int | None], float]:
     costs, link = Costs(here), here.knowledge.link_bytes_per_s
     found: dict[tuple[int, int | None], float] = {}
     for owner in np.flatnonzero(here.alone).tolist():
-        found[owner, None] = float(costs.prefill_s[owner] + costs.decode_s[owner])
+        loading_s = here.settings.weights.ttft * here.outlook.loading_s[owner]  # once on one replica
+        found[owner, None] = float(costs.prefill_s[owner] + costs.decode_s[owner] - loading_s)
     for owner in np.flatnonzero(here.pair_owners).tolist():
         for helper in np.flatnonzero(here.helpers).tolist():
             if owner == helper or here.columns.fingerprint[owner] != here.columns.fingerprint[helper]:

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from vllm.config import LoRAConfig
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
 
 from app.adapters import KEY_HEADER, ServedAdapters, serve_adapters
 from configs.schema import BatonConfig
@@ -47,7 +48,7 @@ class Models(OpenAIServingModels):
 
     def __init__(self) -> None:
         self.base_model_paths = [BaseModelPath(MODEL, MODEL)]
-        self.lora_requests = {}
+        self.lora_requests: dict[str, LoRARequest] = {}
         self.input_processor: Any = type("Processor", (), {"lora_config": LoRAConfig(max_lora_rank=8)})
 
     def is_base_model(self, model_name: str) -> bool:
@@ -103,7 +104,7 @@ async def start(control: Control, folder: Path) -> AsyncIterator[Start]:
         app = FastAPI()
         app.state.openai_serving_models = Models()
         lora = {"adapters": [{"name": "fixed", "path": str(path)}]}
-        pools = {"prefill": {}, "decode": {"main": {}}}
+        pools: dict[str, Any] = {"prefill": {}, "decode": {"main": {}}}
         config = BatonConfig.model_validate({**pools, "lora": lora, "ingress": {"admin_key": admin_key}})
         served = await serve_adapters(app, config, control)
         assert served is not None

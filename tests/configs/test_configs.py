@@ -17,7 +17,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 
 from app.launch.config import LaunchError, load_config, model_of, with_surge
 from app.main import NO_LIMIT, build
-from configs.schema import BatonConfig, IngressConfig, Section, role_of
+from configs.schema import BatonConfig, IngressConfig, ModelConfig, Section, role_of
 from deployments.engine.build import environment
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -158,10 +158,23 @@ WRONG = [
     ("decode.main.engine.block_size", 64, "engine.block_size must be the same"),
     ("decode.main.engine.max_model_len", 4096, "decode-main: engine.max_model_len 4096"),
     ("decode.main.engine.engine_args.kv_cache_dtype", "fp8", "engine.engine_args.kv_cache_dtype must be the same"),
+    ("lora", {"adapters": [{"name": "a"}]}, "lora.adapters.0.path"),
+    ("lora", {"max_lora_rank": 7}, "lora.max_lora_rank"),
+    ("lora", {"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras 3 is under max_loras 4"),
+    ("lora", {"adapters": [{"name": "a", "path": each} for each in "bc"]}, "adapters: ['a'] are there twice"),
+    ("lora", {"adapters": [{"name": ModelConfig().name, "path": "/a"}]}, "is the model's own name"),
     ("decode.a b", {"engine": {"kind": "vllm"}}, "'a b'"),
     *(
         (f"prefill.engine.engine_args.{name}", "x", f"prefill: engine.engine_args may not set ['{name}']")
-        for name in ("block_size", "dtype", "kv_transfer_config", "max_model_len", "model", "worker_extension_cls")
+        for name in (
+            "block_size",
+            "dtype",
+            "enable_lora",
+            "kv_transfer_config",
+            "max_model_len",
+            "model",
+            "worker_extension_cls",
+        )
     ),
 ]
 

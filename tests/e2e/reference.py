@@ -28,7 +28,7 @@ def main(model: str, questions: Path, answers: Path) -> None:
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     )
     asked = json.loads(questions.read_text())
-    told = {}
+    told: dict[str, list[int]] = {}
     # Each adapter is asked alone: vLLM's CPU operations confuse them (`deployments/engine/vllm/cpu_adapters.py`).
     for number, folder in enumerate(sorted({folder for *_, folder in asked.values()})):
         these = {name: each for name, each in asked.items() if each[2] == folder}

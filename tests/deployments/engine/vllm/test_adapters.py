@@ -63,7 +63,7 @@ def bench(tmp_path: Path) -> Bench:
 async def test_an_adapter_is_loaded_once_and_reported(bench: Bench) -> None:
     a = bench.adapter("a")
     await bench.begin("plain", None)
-    assert bench.adapters.held.ids == ()
+    assert not bench.adapters.held.ids
     await asyncio.gather(*(bench.begin(each, a) for each in "123"))
     assert bench.client.calls == [("load", a.lora_int_id)]
     assert bench.adapters.held.ids == (digits(a.lora_int_id),)

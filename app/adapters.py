@@ -18,7 +18,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from app.errors import answer, of_status
+from app.errors import Answer, answer, error_body, type_of
 from configs.schema import BatonConfig
 from deployments.checkpoint.adapter import adapter_id
 from deployments.checkpoint.errors import AdapterError
@@ -121,7 +121,7 @@ def _request(adapter: Adapter) -> LoRARequest:
 
 
 def _refused(status: int, why: str) -> Response:
-    refusal = of_status(status, why)
+    refusal = Answer(status, error_body(why, type_of(status), status))
     return JSONResponse(refusal.body, refusal.status)
 
 

@@ -66,9 +66,9 @@ class Exchange:
         if error is None:
             return
         logger.error("request %s: %r", self._context.request_id, error, exc_info=error)
-        failure = answer(self._context.error) if self._context.error else _refusal(error) or answer(error)
+        failure = answer(self._context.error or error)
         if not self._begun:
-            await self._replace(failure)
+            await self._replace(failure if self._context.error else _refusal(error) or failure)
             return
         self.failure = self.failure or failure
         if not self._ended and self._streams_events():

@@ -79,9 +79,8 @@ class Costs:
     @cached_property
     def alone_s(self) -> Numbers:
         """The replica computes the prompt and writes the answer."""
-        seconds: Numbers = self.prefill_s + self.decode_s
-        seconds -= self._weights.ttft * self._outlook.loading_s  # once on one replica
-        return seconds
+        once: Numbers = self._weights.ttft * self._outlook.loading_s
+        return self.prefill_s + self.decode_s - once
 
     @cached_property
     def prefill_s(self) -> Numbers:

@@ -14,6 +14,7 @@ from typing import Any
 
 from app.access_log import Entry
 from app.body_text import check_text
+from app.body_types import check_types
 from app.bounds import Bounds
 from app.error_shape import is_anthropic, shaped
 from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer, error_body, type_of
@@ -108,6 +109,7 @@ class Gateway:
                 entry.write(0, left=True)
                 return
             check_text(body)
+            check_types(body)
             context = request_context(request_id, scope, body, self._config.client_header)
             context.most_parts = self._bounds.most_parts
             parts = self._bounds.enter(context.client, body)

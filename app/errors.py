@@ -54,6 +54,14 @@ class NotText(RequestError):
     """The body holds half of a surrogate pair, which no text has."""
 
 
+class NotAnObject(RequestError):
+    """A field of the body must be an object, and is not."""
+
+
+class TooDeep(RequestError):
+    """Something in the body is nested too deeply."""
+
+
 class StoredResponsesOff(RequestError):
     """A request needs stored responses, and `ingress.stored_responses` is not set."""
 
@@ -104,6 +112,8 @@ TABLE: dict[type[Exception], Row] = {
     TooManyForClient: Row(429, "rate_limit_error", "too_many_for_client", retry_after_s=1.0),
     MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
     NotText: Row(400, "invalid_request_error", "not_text"),
+    NotAnObject: Row(400, "invalid_request_error", "not_an_object"),
+    TooDeep: Row(400, "invalid_request_error", "nested_too_deeply"),
     StoredResponsesOff: Row(400, "invalid_request_error", "stored_responses_off"),
     ResponseNotFound: Row(404, "not_found_error", "response_not_found"),
     BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),

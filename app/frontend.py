@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import vllm.platforms
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 from starlette.middleware import Middleware
 from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -36,6 +37,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from app import model_route, openapi
+from app.errors import TooDeep, answer
 from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig, LoraConfig
 
@@ -168,11 +170,18 @@ async def build_server(
     app.user_middleware.append(stored or Middleware(StoredResponses))
     app.middleware_stack = None  # a package that vLLM loads has built it before; it is built anew, with this one
     openapi.complete(app)
+    app.add_exception_handler(RecursionError, _too_deep)
     # vLLM's error handler tells its uvicorn to exit when the frontend has died. Here `llm.errored` says so instead.
     app.state.server = SimpleNamespace(should_exit=False)
     if config.ingress.default_max_tokens is not None:
         _set_default_max_tokens(app, config.ingress.default_max_tokens)
     return llm, app
+
+
+async def _too_deep(request: Request, error: Exception) -> Response:
+    """Answer for the JSON parsers that vLLM's server calls, such as for the arguments of a tool call."""
+    refusal = answer(TooDeep("something in the request is nested too deeply"))
+    return JSONResponse(refusal.body, refusal.status)
 
 
 def _set_default_max_tokens(app: FastAPI, tokens: int) -> None:

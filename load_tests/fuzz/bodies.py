@@ -16,8 +16,6 @@ from load_tests.fuzz.values import Draw
 SMALL_WORK = 512
 """Tokens that a case may ask for, over all of its answers, where it asks for no more answers than a server takes."""
 MOST_PARTS = 256
-NOT_REPLACED = ("structured_outputs", "bad_words")
-"""vLLM's server answers 500 to some values of these (docs/benchmarks/fuzz.md)."""
 SHOWN = 1500
 """Bytes of a body that are shown with a fault; `python -m load_tests.fuzz SEED NUMBER` prints all of it."""
 
@@ -169,11 +167,11 @@ def _spoil(draw: random.Random, body: dict[str, Any]) -> None:
         if not keys:
             return
         key = draw.choice(keys)
-        if isinstance(place[key], dict | list) and place[key] and draw.random() < 0.6 and key != "bad_words":
+        if isinstance(place[key], dict | list) and place[key] and draw.random() < 0.6:
             place[key] = place[key].copy()  # the values are shared between cases
             place = place[key]
             continue
-        if draw.random() < 0.2 or key in NOT_REPLACED:
+        if draw.random() < 0.2:
             del place[key]
         else:
             place[key] = draw.choice((*values.ODD, values.nested(draw.choice(values.DEEP), draw.random() < 0.5)))

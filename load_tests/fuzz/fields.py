@@ -27,7 +27,7 @@ SAMPLING: dict[str, Draw] = {
     "stop": of(None, "a", [], ["a"], [""], "", ["\U0001f600", "\ud83d"], ["a"] * 300, ["x" * 5000]),
     "stop_token_ids": values.token_ids,
     "allowed_token_ids": values.token_ids,
-    "bad_words": of([], ["a"], [""], ["\U0001f600"], ["a b c"] * 50),
+    "bad_words": of([], ["a"], [""], ["\U0001f600"], ["\ud83d"], ["a b c"] * 50),
     "ignore_eos": of(True, False),
     "skip_special_tokens": of(True, False),
     "include_stop_str_in_output": of(True, False),

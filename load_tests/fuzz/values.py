@@ -188,7 +188,7 @@ def messages(draw: random.Random) -> list[Any]:
     if draw.random() < 0.3:
         said.insert(0, {"role": draw.choice(("system", "developer")), "content": content(draw)})
     if draw.random() < 0.2:
-        arguments = draw.choice(('{"a": 1}', "{}", "", "{", "[]", "\ud83d", "[" * 300))
+        arguments = draw.choice(('{"a": 1}', "{}", "", "{", "[]", "\ud83d", "[" * 3000))
         call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         said += [{"role": "assistant", "content": draw.choice((None, "x")), "tool_calls": [call]}]
         said += [{"role": "tool", "tool_call_id": draw.choice(("c1", "")), "content": content(draw)}]

@@ -395,6 +395,22 @@ async def test_an_impossible_request_never_reaches_the_core(
     assert server.core.requests == []
 
 
+@pytest.mark.parametrize("value", [0, -1, "a", [], [1], True])
+async def test_structured_outputs_that_is_no_object(server: Server, value: Any) -> None:
+    for path, body in (("completions", {"prompt": "a"}), ("chat/completions", CHAT)):
+        response = await server.http.post(f"/v1/{path}", json={"model": MODEL, **body, "structured_outputs": value})
+        assert _check_error(response, 400)["code"] == "not_an_object"
+    assert server.core.requests == []
+
+
+async def test_arguments_of_a_tool_call_that_are_nested_deeply(server: Server) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "[" * 3000}}
+    messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+    response = await server.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
+    assert _check_error(response, 400)["code"] == "nested_too_deeply"
+    assert server.core.requests == []
+
+
 @pytest.mark.parametrize("content", [b"{nope", b"[1]", b""])
 async def test_a_body_that_is_no_request(server: Server, content: bytes) -> None:
     headers = {"content-type": "application/json"}

@@ -23,7 +23,7 @@ from tests.e2e.cluster import Cluster, started
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 600, 1800)
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 12, 96
 CROWD = 16
-TUNED_QUESTIONS = ("length-129", "length-600", "recovery-long")
+TUNED_QUESTIONS = ("tuned-129", "tuned-600", "recovery-long")
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -37,7 +37,8 @@ def questions() -> dict[str, tuple[list[int], int]]:
     lengths = {f"length-{n}": (prompt(n, n), ANSWER_TOKENS) for n in LENGTHS}
     crowd = {f"crowd-{i}": (prompt(10_000 + i, 20 + 13 * i), ANSWER_TOKENS) for i in range(CROWD)}
     recovery = {f"recovery-{n}": (prompt(30_000 + n, n), ANSWER_TOKENS) for n in (200, 700, 1500)}
-    return lengths | crowd | recovery | {"recovery-long": (prompt(30_000, 300), LONG_ANSWER_TOKENS)}
+    tuned = {f"tuned-{n}": (prompt(40_000 + n, n), ANSWER_TOKENS) for n in (129, 600)}
+    return lengths | crowd | recovery | tuned | {"recovery-long": (prompt(30_000, 300), LONG_ANSWER_TOKENS)}
 
 
 @pytest.fixture(scope="session")

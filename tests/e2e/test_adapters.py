@@ -59,11 +59,11 @@ async def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(
         assert (await change(client, "load", lora_name="x", lora_path=str(tmp_path / "none"))).status_code == 400
         assert (await change(client, "load", lora_name="broken", lora_path=str(broken))).status_code == 200
         failed, whole = await asyncio.gather(
-            complete(client, questions()["length-129"][0], ANSWER_TOKENS, model="broken"),
-            complete(client, questions()["length-129"][0], ANSWER_TOKENS, model=NAMES[0]),
+            complete(client, questions()["tuned-129"][0], ANSWER_TOKENS, model="broken"),
+            complete(client, questions()["tuned-129"][0], ANSWER_TOKENS, model=NAMES[0]),
         )
         await change(client, "unload", lora_name="broken")
     assert failed.status_code == 400, failed.text
     assert "the adapter cannot be loaded" in failed.json()["error"]["message"]
-    assert whole.json()["choices"][0]["token_ids"] == reference[f"{NAMES[0]} length-129"]
+    assert whole.json()["choices"][0]["token_ids"] == reference[f"{NAMES[0]} tuned-129"]
     await asyncio.to_thread(baton.settled)

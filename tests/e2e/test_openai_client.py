@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.e2e.adapters import NAMES
 from tests.e2e.client import MODEL
 from tests.e2e.cluster import Cluster
 
@@ -31,7 +32,7 @@ async def client(baton: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert [model.id async for model in client.models.list()] == [MODEL, NAMES[0]]
 
 
 async def test_completion_with_logprobs_and_echo(client: openai.AsyncOpenAI) -> None:

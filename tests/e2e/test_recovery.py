@@ -82,8 +82,8 @@ async def test_the_killed_are_replaced_and_nothing_of_them_is_left(
     assert again.json()["choices"][0]["token_ids"] == reference["recovery-200"]
     assert again.headers["x-baton-mode"] == "disaggregated"
     async with client_of(baton) as client:
-        tuned = await complete(client, questions()["length-129"][0], ANSWER_TOKENS, model=NAMES[0])
-    assert tuned.json()["choices"][0]["token_ids"] == reference[f"{NAMES[0]} length-129"], "it is loaded again"
+        tuned = await complete(client, questions()["tuned-129"][0], ANSWER_TOKENS, model=NAMES[0])
+    assert tuned.json()["choices"][0]["token_ids"] == reference[f"{NAMES[0]} tuned-129"], "it is loaded again"
     await asyncio.to_thread(baton.settled)
     assert not baton.used_blocks()
     engines = [line for line in processes(baton.marker).values() if line.startswith("VLLM::EngineCore")]

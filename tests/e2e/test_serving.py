@@ -189,6 +189,7 @@ async def test_readiness_and_deployments(baton: Cluster) -> None:
         "prefill",
         "decode-small",
         "decode-large",
+        "stored-responses",
     }
 
 

@@ -68,7 +68,9 @@ async def test_vllms_own_benchmark_measures_it_too(mock: Cluster) -> None:
 
 async def test_the_ingress_writes_what_became_of_each_request_and_serve_writes_nothing_of_it(mock: Cluster) -> None:
     async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
-        await client.post("/v1/completions", json=ask(list(range(100, 140)), n=2), headers={"x-request-id": "seen"})
+        await client.post(
+            "/v1/completions", json=ask(list(range(100, 140)), n=2, temperature=1), headers={"x-request-id": "seen"}
+        )
     title = f"ray::ServeReplica:{NAME}:ingress"
     (pid,) = [pid for pid, line in processes(mock.marker).items() if line.startswith(title)]
     written = await asyncio.to_thread(Path(f"/proc/{pid}/fd/1").resolve)

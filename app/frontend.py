@@ -36,7 +36,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from app import model_route, openapi
+from app import message_stream, model_route, openapi
 from app.errors import TooDeep, answer
 from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig, LoraConfig
@@ -167,6 +167,7 @@ async def build_server(
     async with asyncio.timeout(BUILD_TIMEOUT_S):
         await init_app_state(llm, app.state, args, TASKS)
     model_route.install(app)
+    message_stream.pass_errors_on(app)
     app.user_middleware.append(stored or Middleware(StoredResponses))
     app.middleware_stack = None  # a package that vLLM loads has built it before; it is built anew, with this one
     openapi.complete(app)

@@ -27,6 +27,7 @@ from deployments.serve.ports import Pools, manager_client
 from deployments.serve.stored import StoreClient
 
 if TYPE_CHECKING:
+    from app.adapters import ServedAdapters
     from deployments.cluster.core import ClusterCore
 
 
@@ -49,6 +50,7 @@ class Ingress:
         self._pools = Pools(pools)
         self._store = None if store is None else StoreClient(store)
         self._runs: Runs | None = None
+        self._adapters: ServedAdapters | None = None
         self._requests = Counter(
             "baton_requests",
             description="Requests by how they were placed, by the rule that kept them whole, and by HTTP status.",
@@ -84,6 +86,7 @@ class Ingress:
         )
         self._llm, server = await build_server(self._config, checkpoint(self._config), core, self._stored())
         self._adapters = await serve_adapters(server, self._config, self._manager)
+        server.openapi()  # the document takes a moment to make, and no request should wait for it
         self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")
         # Serve's proxy answers with the request id itself.
         gateway = Gateway(

@@ -25,7 +25,7 @@ _SESSION_ERRORS = (408, 413, 429, 500, 503, 504)
 _MEANINGS = {
     400: "The request is wrong, or no replica could ever serve it.",
     401: "`api_key` is set in `ingress.server_args`, and the request has none of the keys.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such stored response.",
     408: "The body did not arrive in time.",
     413: "The body is larger than `ingress.max_body_bytes`.",
     429: "Too much is asked for at once.",
@@ -57,14 +57,28 @@ _OWN = {
         "The session manager does not answer.",
     ),
 }
+_STORED = {
+    "/v1/responses/{response_id}": {
+        "get": "Retrieve a stored response, or follow its events with `stream=true`",
+        "delete": "Forget a stored response, and end it where it runs",
+    },
+    "/v1/responses/{response_id}/cancel": {"post": "End a background response"},
+}
 
 
 def complete(app: FastAPI) -> None:
-    """Make the server's document, once, from the routes that it has now. The server then shows this one."""
+    """Let the server show this document, made once, when `app.openapi` is first called: of the routes it has then."""
     app.title, app.version, app.description = TITLE, _version(), _DESCRIPTION
-    if app.openapi_url is None:
-        return
-    document = app.openapi()
+    vllms = app.openapi
+
+    def document() -> dict[str, Any]:
+        return app.openapi_schema or _completed(vllms())
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way to change its document
+
+
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's document, which it keeps as `openapi_schema`, changed in place."""
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(Error=_schema(anthropic=False), AnthropicError=_schema(anthropic=True))
     components["headers"] = {name: _header(name) for name in _HEADERS}
@@ -73,6 +87,10 @@ def complete(app: FastAPI) -> None:
         for method, operation in item.items():
             _complete(path, method, operation)
     document["paths"].update({path: {"get": _own(*about)} for path, about in _OWN.items()})
+    document["paths"].update(
+        {path: {method: _stored(path, method, what) for method, what in item.items()} for path, item in _STORED.items()}
+    )
+    return document
 
 
 def _version() -> str:
@@ -105,7 +123,7 @@ def _statuses(path: str, method: str, generates: bool) -> list[int]:
         found.add(401)
     if method == "post":
         found |= {404, 408, 413}
-    if path.startswith("/v1/models/"):
+    if path.startswith(("/v1/models/", "/v1/responses/")):
         found.add(404)
     return sorted(found | set(_SESSION_ERRORS if generates else ()))
 
@@ -132,6 +150,19 @@ def _own(summary: str, properties: dict[str, Any], unready: str | None) -> dict[
         "parameters": [{"$ref": "#/components/parameters/X-Request-Id"}],
         "responses": responses,
     }
+
+
+def _stored(path: str, method: str, summary: str) -> dict[str, Any]:
+    """A route of stored responses."""
+    ids = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "parameters": [ids],
+        "responses": {"200": {"description": "Successful Response", "content": _json({"type": "object"})}},
+    }
+    _complete(path, method, operation)
+    operation["responses"]["503"] = _error(503, anthropic=False, meaning="The store of responses is away.")
+    return operation
 
 
 def _schema(anthropic: bool) -> dict[str, Any]:

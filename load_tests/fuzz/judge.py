@@ -62,8 +62,10 @@ def _code(parsed: Any) -> Any:
 
 
 def _is_error(case: Case, parsed: Any) -> bool:
-    """Whether it is an error in its API's shape. Errors of /v1/messages may have OpenAI's shape or Anthropic's."""
+    """Whether it is an error in its API's shape: Anthropic's of /v1/messages, OpenAI's of everything else."""
     error = parsed.get("error") if isinstance(parsed, dict) else None
     if not isinstance(error, dict) or not all(isinstance(error.get(name), str) for name in ("message", "type")):
         return False
-    return {"param", "code"} <= error.keys() or (case.path.startswith("/v1/messages") and parsed.get("type") == "error")
+    if case.path.startswith("/v1/messages"):
+        return parsed.keys() == {"type", "error"} and error.keys() == {"type", "message"}
+    return parsed.keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}

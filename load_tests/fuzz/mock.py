@@ -72,9 +72,11 @@ class Cluster:
 
 def _descriptors() -> list[str]:
     """What is open now, by name."""
-    with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor is gone when it is looked at
-        return sorted(str(each.readlink()) for each in Path("/proc/self/fd").iterdir())
-    return []
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor is gone when it is looked at
+            found.append(str(each.readlink()))
+    return sorted(found)
 
 
 async def run(

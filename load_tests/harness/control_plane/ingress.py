@@ -17,8 +17,9 @@ from deployments.cluster import request_context
 from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
-from deployments.cluster.timings import Timings
+from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.manager.stand_in import StandIn
+from deployments.manager.timings import TIMINGS
 from deployments.manager.timings import Timings as ManagerTimings
 from deployments.messages import Handoff
 from load_tests.harness.control_plane.fleet import PATIENCE_S
@@ -81,6 +82,23 @@ class Answer:
                 await self.news.wait()
 
 
+def core_over(
+    config: BatonConfig,
+    fleet: Fleet,
+    line: ManagerLine,
+    limits: Limits,
+    timings: Timings = DEFAULT_TIMINGS,
+    manager_timings: ManagerTimings = TIMINGS,
+) -> tuple[ClusterCore, StandIn]:
+    """A cluster core over the replicas of a control plane, and the stand-in by which it asks the session manager."""
+    handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
+    placement = config.placement
+    stand_in = StandIn(line, config, manager_timings)
+    links = Watched(fleet, placement.ingress_lease_s)
+    timeout_s = placement.session_timeout_s
+    return ClusterCore(stand_in, links, timeout_s, config.block_size, limits, handoff, timings), stand_in
+
+
 class Ingress:
     """A cluster core whose calls to the manager can be cut. `answers` fills as outputs arrive."""
 
@@ -94,13 +112,9 @@ class Ingress:
         answers: Mapping[str, Answer],
         manager_timings: ManagerTimings,
     ) -> None:
-        handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
-        timeout_s, block_size = config.placement.session_timeout_s, config.block_size
         self._answers = answers
         self._manager_line = ManagerLine(manager)
-        self.stand_in = StandIn(self._manager_line, config, manager_timings)
-        links = Watched(fleet, config.placement.ingress_lease_s)
-        self.core = ClusterCore(self.stand_in, links, timeout_s, block_size, limits, handoff, timings)
+        self.core, self.stand_in = core_over(config, fleet, self._manager_line, limits, timings, manager_timings)
         self._reader = asyncio.create_task(self._read())
 
     def shutdown(self) -> None:

@@ -13,11 +13,10 @@ from configs.schema import BatonConfig
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, DEFAULT_SOURCE, resolve
 from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
-from deployments.manager.stand_in import StandIn
-from deployments.messages import Handoff
 from load_tests.harness.control_plane.fleet import PATIENCE_S, until
 from load_tests.harness.control_plane.in_process import InProcess
-from load_tests.harness.control_plane.ports import ManagerLine, Watched
+from load_tests.harness.control_plane.ingress import core_over
+from load_tests.harness.control_plane.ports import ManagerLine
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,9 @@ async def served(cluster: InProcess, config: BatonConfig) -> AsyncIterator[Serve
 
     `config`: that of the control plane. Nothing of the ingress runs any more at the end.
     """
-    line = ManagerLine(cluster.manager_port)
-    manager = StandIn(line, config)
-    links = Watched(cluster.fleet, config.placement.ingress_lease_s)
     placement = config.placement
-    core = ClusterCore(
-        manager, links, placement.session_timeout_s, config.block_size, Limits(placement.max_attempts), Handoff.PUSHED
-    )
+    line = ManagerLine(cluster.manager_port)
+    core, manager = core_over(config, cluster.fleet, line, Limits(placement.max_attempts))
     llm, app = await build_server(config, str(resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR)), core)
     gateway = Gateway(app, config.ingress, manager, max_queued_requests=placement.max_queued_requests)
     try:

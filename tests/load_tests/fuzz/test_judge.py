@@ -56,6 +56,9 @@ def test_messages_have_an_error_shape_and_an_end_of_their_own() -> None:
     own = {"type": "error", "error": {"type": "invalid_request_error", "message": "m"}}
     assert verdict(asked("/v1/messages"), 400, JSON, json.dumps(own).encode()) == "refused"
     assert verdict(asked("/v1/completions"), 400, JSON, json.dumps(own).encode()) == "malformed"
+    openais = {"error": {"message": "m", "type": "t", "param": None, "code": 400}}
+    assert verdict(asked("/v1/messages"), 400, JSON, json.dumps(openais).encode()) == "malformed"
+    assert verdict(asked("/v1/completions"), 400, JSON, json.dumps(own).encode()) == "malformed"
     assert verdict(asked("/v1/messages"), 200, EVENTS, b"event: message_stop\ndata: {}\n\n") == "ok"
     assert verdict(asked("/v1/messages"), 200, EVENTS, b"data: [DONE]\n\n") == "malformed"
 
@@ -67,10 +70,16 @@ def test_a_page_and_a_route_of_baton_s_own_are_judged_by_status() -> None:
 
 
 class Server:
-    """Answers with a status and a body; `ready`: what it says of its capacity. With `hangs` it never answers."""
+    """Answers with a status and a body; `ready`: what it says of its capacity. With `hangs` it never answers.
 
-    def __init__(self, status: int, body: bytes, ready: int = 200, hangs: bool = False) -> None:
+    `to_messages`: the body of /v1/messages, where that has another shape.
+    """
+
+    def __init__(
+        self, status: int, body: bytes, ready: int = 200, hangs: bool = False, to_messages: bytes | None = None
+    ) -> None:
         self._status, self._body, self._ready, self._hangs = status, body, ready, hangs
+        self._to_messages = body if to_messages is None else to_messages
         self.open = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -81,7 +90,8 @@ class Server:
             status = self._ready if scope["path"] == "/ready" else self._status
             headers = [(b"content-type", JSON.encode())]
             await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": self._body})
+            body = self._to_messages if scope["path"].startswith("/v1/messages") else self._body
+            await send({"type": "http.response.body", "body": body})
         finally:
             self.open -= 1
 
@@ -130,6 +140,7 @@ async def test_a_server_that_breaks_connections() -> None:
 
 
 async def test_a_server_that_refuses_has_no_fault() -> None:
-    found = await findings(Server(400, json.dumps(ERROR).encode()))
+    anthropics = {"type": "error", "error": {"type": "invalid_request_error", "message": "m"}}
+    found = await findings(Server(400, json.dumps(ERROR).encode(), to_messages=json.dumps(anthropics).encode()))
     assert faults(found) == 0
     assert found.verdicts["refused"] > 0

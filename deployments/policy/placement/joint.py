@@ -1,10 +1,9 @@
 """Joint choice of the replicas by what it costs all requests together, in seconds. Pure.
 
 Every way is weighed: each replica alone, and each pair of one that prefills and one that decodes. What a replica costs
-as the one that prefills, and what it costs as the one that decodes, are columns. The cost of one replica alone is the
-sum of its two, with the load of an adapter counted once. The cost of a pair is the sum of one each, plus the part of
-the KV transfer that the computation does not hide. Only that part depends on both, so the best of each side are found
-by columns, and only those are paired.
+as the one that prefills, and as the one that decodes, are columns. The cost of one replica alone is the sum of its two,
+with the load of an adapter counted once. The cost of a pair is the sum of one each, plus the part of the KV transfer
+that the computation does not hide. Only that depends on both, so only the best of each side are paired.
 """
 
 from __future__ import annotations

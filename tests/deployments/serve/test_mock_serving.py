@@ -312,7 +312,7 @@ async def test_a_killed_store_is_replaced_and_has_forgotten(mock: Cluster) -> No
 
 
 async def reaches(http: httpx.AsyncClient, path: str, status: str) -> dict[str, Any]:
-    """A stored response once it has a status, whatever happens on the way there."""
+    """Wait until a stored response has a status. Errors on the way there do not count."""
     async with asyncio.timeout(BACK_WITHIN_S):
         while (found := await body(http, path)).get("status") != status:
             await asyncio.sleep(0.2)

@@ -23,7 +23,7 @@ def settings() -> BatonConfig:
     """The mock cluster's configuration, with short answers where a case says no length."""
     made = config(scale=4)
     tools = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-    ingress = made.ingress.model_copy(update={"default_max_tokens": 8, "server_args": tools})
+    ingress = made.ingress.model_copy(update={"default_max_tokens": 8, "refusals_per_s": 0.0, "server_args": tools})
     return made.model_copy(update={"ingress": ingress})
 
 

@@ -26,7 +26,7 @@ WARM_UP_CASES, ANSWERED_S, SETTLE_S, LOOK_S = 60, 300.0, 120.0, 1.0
 def run(cases: int, seed: int, clients: int, warm_up_cases: int = WARM_UP_CASES) -> dict[str, Any]:
     """Runs it. Returns `real`, as the benchmark prints it."""
     serve = yaml.safe_load(CONFIG.read_text())
-    serve["applications"][0]["args"]["ingress"]["default_max_tokens"] = 8
+    serve["applications"][0]["args"]["ingress"] |= {"default_max_tokens": 8, "refusals_per_s": 0}
     marker = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
         application = Application(serve, Path(directory), {MARKER: marker})

@@ -22,10 +22,13 @@ FAILED_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `at_s`: when it is due, in seconds from the start of the run. `kind`: groups the figures."""
+    """One request. `at_s`: when it is due, in seconds from the start of the run. `prompt`: token ids or text.
+
+    `kind`: groups the figures.
+    """
 
     at_s: float
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | str
     output_tokens: int
     kind: str = ""
 
@@ -99,7 +102,8 @@ def tokens_of(line: bytes) -> tuple[int, list[int]] | None:
 class Client:
     """Sends completion requests to `urls` in turn. Use as an async context manager.
 
-    `body`: further fields of every request's body. `timeout_s`: from sending a request to the end of its answer.
+    `body`: further fields of every request's body. `timeout_s`: from sending a request to the end of its answer. `key`:
+    the API key, if it has one.
     """
 
     def __init__(
@@ -108,7 +112,9 @@ class Client:
         model: str,
         body: dict[str, Any] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
+        key: str | None = None,
     ) -> None:
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._urls = itertools.cycle(urls)
         fixed = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
         self._body = fixed | (body or {})
@@ -116,7 +122,8 @@ class Client:
         self._began_s = 0.0
 
     async def __aenter__(self) -> Client:
-        self._http = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0)
+        self._http = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         self.restart()
         return self
 
@@ -185,7 +192,7 @@ async def closed_loop(
     client.restart()
     answers: list[Answer] = []
 
-    async def answered(prompt: tuple[int, ...], made: Ask | Talk) -> Answer:
+    async def answered(prompt: tuple[int, ...] | str, made: Ask | Talk) -> Answer:
         answer = await client.ask(Ask(client.now_s(), prompt, made.output_tokens, made.kind))
         answers.append(answer)
         if answer.error:

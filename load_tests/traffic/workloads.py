@@ -90,12 +90,19 @@ def mixed(
 
 
 def unlike(asked: list[Ask], attempt: int) -> list[Ask]:
-    """The same requests with other tokens, so that no cache has them from another attempt. Tokens that two prompts
-    shared before are still shared."""
+    """The same requests, which are of token ids, with other tokens, so that no cache has them from another attempt.
+
+    Tokens that two prompts shared before are still shared.
+    """
     least, most = TOKEN_IDS
     turn = attempt * 7919  # every token id moves on by this much and wraps around; 7919 is a prime
-    moved = {token: least + (token - least + turn) % (most - least) for ask in asked for token in ask.prompt}
-    return [replace(ask, prompt=tuple(moved[token] for token in ask.prompt)) for ask in asked]
+    moved = {token: least + (token - least + turn) % (most - least) for ask in asked for token in _ids(ask)}
+    return [replace(ask, prompt=tuple(moved[token] for token in _ids(ask))) for ask in asked]
+
+
+def _ids(ask: Ask) -> tuple[int, ...]:
+    assert not isinstance(ask.prompt, str)
+    return ask.prompt
 
 
 def replay(trace: Trace, rate: float, seconds: float, max_model_len: int, seed: int) -> list[Ask]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -46,3 +47,17 @@ async def until(look: Callable[[], Awaitable[Any]], wait_s: float = PATIENCE_S) 
         while not (seen := await look()):  # noqa: ASYNC110 - most of what is looked at has no event
             await asyncio.sleep(0.002)
     return seen
+
+
+async def left_after(wait_s: float, look: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """Call `look` until it finds nothing, for at most `wait_s`. Returns what it has found last."""
+    left: dict[str, Any] = {}
+
+    async def finds_nothing() -> bool:
+        nonlocal left
+        left = await look()
+        return not left
+
+    with contextlib.suppress(TimeoutError):
+        await until(finds_nothing, wait_s)
+    return left

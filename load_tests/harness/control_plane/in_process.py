@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from configs.schema import BatonConfig, role_of
@@ -22,7 +22,7 @@ from deployments.messages import Role
 from deployments.replica.replica import Replica
 from load_tests.chaos.points import Points
 from load_tests.harness.control_plane.books import held_by_replicas, open_sessions
-from load_tests.harness.control_plane.fleet import PATIENCE_S, REPLICAS, WAIT_S, until
+from load_tests.harness.control_plane.fleet import PATIENCE_S, REPLICAS, WAIT_S, left_after, until
 from load_tests.harness.control_plane.gates import GatedEngine, GatedPlane
 from load_tests.harness.control_plane.ingress import Answer, Ingress
 from load_tests.harness.control_plane.ports import Fleet, ManagerPort
@@ -220,18 +220,13 @@ class InProcess:
         await self._until_nothing(lambda: self._left(dead), wait_s)
         assert not [answer.surplus for answer in self.answers.values() if answer.surplus]
 
-    async def _until_nothing(self, look: Callable[[], Any], wait_s: float = PATIENCE_S) -> None:
-        left: dict[str, Any] = {}
+    async def left(self, wait_s: float) -> dict[str, Any]:
+        """What is still open or held after `wait_s` at most, by name, and as the ingress in this process counts it."""
+        return await left_after(wait_s, lambda: self._left(()))
 
-        async def found_nothing() -> bool:
-            nonlocal left
-            left = await look()
-            return not left
-
-        try:
-            await until(found_nothing, wait_s)
-        except TimeoutError:
-            raise AssertionError(f"still there after {wait_s:g} s: {left}") from None
+    async def _until_nothing(self, look: Callable[[], Awaitable[dict[str, Any]]], wait_s: float = PATIENCE_S) -> None:
+        left = await left_after(wait_s, look)
+        assert not left, f"still there after {wait_s:g} s: {left}"
 
     async def _left(self, dead: Collection[str]) -> dict[str, Any]:
         overcommit = self._config.placement.overcommit

@@ -15,9 +15,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from configs.schema import BatonConfig
 from deployments.cluster import request_context
 from deployments.cluster.core import ClusterCore
+from deployments.cluster.port import Replicas
 from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
+from deployments.manager.calls import Manager
 from deployments.manager.stand_in import StandIn
 from deployments.manager.timings import TIMINGS
 from deployments.manager.timings import Timings as ManagerTimings
@@ -91,12 +93,18 @@ def core_over(
     manager_timings: ManagerTimings = TIMINGS,
 ) -> tuple[ClusterCore, StandIn]:
     """A cluster core over the replicas of a control plane, and the stand-in by which it asks the session manager."""
-    handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
-    placement = config.placement
     stand_in = StandIn(line, config, manager_timings)
-    links = Watched(fleet, placement.ingress_lease_s)
-    timeout_s = placement.session_timeout_s
-    return ClusterCore(stand_in, links, timeout_s, config.block_size, limits, handoff, timings), stand_in
+    links = Watched(fleet, config.placement.ingress_lease_s)
+    return core_between(config, stand_in, links, limits, timings), stand_in
+
+
+def core_between(
+    config: BatonConfig, manager: Manager, replicas: Replicas, limits: Limits, timings: Timings = DEFAULT_TIMINGS
+) -> ClusterCore:
+    """A cluster core that asks this session manager and reaches these replicas."""
+    handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
+    timeout_s = config.placement.session_timeout_s
+    return ClusterCore(manager, replicas, timeout_s, config.block_size, limits, handoff, timings)
 
 
 class Ingress:

@@ -95,6 +95,11 @@ class Fleet:
         self._servers.pop(replica_id).close()
 
     @property
+    def addresses(self) -> dict[str, str]:
+        """Where each replica listens, by its id."""
+        return {replica_id: server.address for replica_id, server in self._servers.items()}
+
+    @property
     def links(self) -> int:
         """The links that stand now, of all ingresses."""
         return sum(server.links for server in self._servers.values())

@@ -1,4 +1,4 @@
-"""The real ingress application over the control plane in one process: the gateway, vLLM's server, a cluster core."""
+"""The real ingress application over a control plane: the gateway, vLLM's server, a cluster core."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from configs.schema import BatonConfig
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, DEFAULT_SOURCE, resolve
 from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
+from deployments.manager.stand_in import StandIn
 from load_tests.harness.control_plane.fleet import PATIENCE_S, until
 from load_tests.harness.control_plane.in_process import InProcess
 from load_tests.harness.control_plane.ingress import core_over
@@ -39,15 +40,25 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(cluster: InProcess, config: BatonConfig) -> AsyncIterator[Served]:
-    """An ingress of its own over the replicas of a control plane, with the model that comes with the tests.
+    """An ingress of its own over the replicas of a control plane in this process.
 
     `config`: that of the control plane. Nothing of the ingress runs any more at the end.
     """
-    placement = config.placement
-    line = ManagerLine(cluster.manager_port)
-    core, manager = core_over(config, cluster.fleet, line, Limits(placement.max_attempts))
+    core, manager = core_over(
+        config, cluster.fleet, ManagerLine(cluster.manager_port), Limits(config.placement.max_attempts)
+    )
+    async with serving(config, core, manager) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def serving(config: BatonConfig, core: ClusterCore, manager: StandIn) -> AsyncIterator[Served]:
+    """An ingress over a cluster core, with the model that comes with the tests.
+
+    It shuts the manager's stand-in down at the end. Nothing of the ingress runs any more then.
+    """
     llm, app = await build_server(config, str(resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR)), core)
-    gateway = Gateway(app, config.ingress, manager, max_queued_requests=placement.max_queued_requests)
+    gateway = Gateway(app, config.ingress, manager, max_queued_requests=config.placement.max_queued_requests)
     try:
         yield Served(gateway, llm, core)
     finally:

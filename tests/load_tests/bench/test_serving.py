@@ -94,7 +94,7 @@ LOADS = ("mixed-20", "closed-2", "talks-2")
 async def test_what_neighbours_disturb_is_tried_again(
     shares: tuple[float, ...], kept: tuple[float, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[tuple[int, ...]] = []
+    asked: list[tuple[int, ...] | str] = []
 
     async def answered(client: object, asks: list[Ask]) -> list[Answer]:
         asked.append(asks[0].prompt)

@@ -1,0 +1,1 @@
+"""One hostile client beside others, and what they notice."""

@@ -15,15 +15,28 @@ from typing import Any
 from app.access_log import Entry
 from app.body_text import check_text
 from app.body_types import check_types
+from app.body_values import check_values
 from app.bounds import Bounds
 from app.error_shape import is_anthropic, shaped
-from app.errors import Answer, BodyTimeout, BodyTooLarge, MethodNotAllowed, RequestError, answer, error_body, type_of
+from app.errors import (
+    Answer,
+    BodyTimeout,
+    BodyTooLarge,
+    MethodNotAllowed,
+    RequestError,
+    TooManyForClient,
+    answer,
+    error_body,
+    type_of,
+)
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
-from app.request_identity import request_context
+from app.large_bodies import LargeBodies
+from app.pace import Pace, PacedSend
+from app.request_identity import client_of, request_context
 from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
-from deployments.errors import TooManyParts
+from deployments.errors import Overloaded, TooManyParts
 from deployments.manager.calls import Manager, Ready, Status
 
 REQUEST_ID = b"x-request-id"
@@ -58,7 +71,8 @@ class Gateway:
         self._echo = echo_request_id
         self._observe = observe
         self._timings = timings
-        self._bounds = Bounds(config, max_queued_requests)
+        self._bounds, self._pace = Bounds(config, max_queued_requests), Pace(config.refusals_per_s)
+        self._large = LargeBodies()
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,29 +117,47 @@ class Gateway:
             return {"error": _unready(f"{type(error).__name__}: {error}".rstrip(": "), "manager_away")}, False
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str, entry: Entry) -> None:
+        client = client_of(scope, self._config.client_header)
+        paced = PacedSend(self._pace, client, send)
         try:
+            await self._forward_paced(client, scope, receive, paced, request_id, entry)
+        finally:
+            paced.end_turn()
+
+    async def _forward_paced(
+        self, client: str, scope: Scope, receive: Receive, send: PacedSend, request_id: str, entry: Entry
+    ) -> None:
+        try:
+            send.turn = await self._large.take(client, scope)
             body = await _read_body(scope, receive, self._config.max_body_bytes, self._timings.body_s)
             if body is None:  # the client is gone: it left while it was sending
                 entry.write(0, left=True)
                 return
+            send.body_bytes = len(body)
+            check_values(scope, body, self._config.max_values, self._config.max_grammar_bytes)
+            if send.turn is not None:
+                await asyncio.sleep(0)  # others are served between two looks at a large body
             check_text(body)
             check_types(body)
-            context = request_context(request_id, scope, body, self._config.client_header)
+            context = request_context(request_id, scope, body, client)
             context.most_parts = self._bounds.most_parts
-            parts = self._bounds.enter(context.client, body)
-        except (RequestError, TooManyParts) as error:
-            refusal = answer(error)
+            parts = self._bounds.enter(client, body)
+        except (RequestError, TooManyParts, Overloaded) as error:
+            refusal, body = answer(error), b""
+            if isinstance(error, TooManyForClient | Overloaded):
+                await send.delay()
             _count(self.counters["errors"], str(refusal.status))
             await respond(send, shaped(refusal, is_anthropic(scope)))
             entry.write(refusal.status, refusal)
             return
+        context.when_begun.append(send.end_turn)
         exchange = Exchange(context, body, receive, send, self._timings)
         token = current.set(context)
         try:
             await exchange.run(self._inner, _inner_scope(scope, request_id))
         finally:
             current.reset(token)
-            self._bounds.leave(context.client, parts)
+            self._bounds.leave(client, parts)
             self._tally(context, exchange.status)
             entry.write(exchange.status, exchange.failure, context, exchange.left)
 

@@ -62,6 +62,14 @@ class TooDeep(RequestError):
     """Something in the body is nested too deeply."""
 
 
+class TooManyValues(RequestError):
+    """The body has more strings, objects and lists than `ingress.max_values` allows."""
+
+
+class GrammarTooLong(RequestError):
+    """The grammar or schema of the answer is longer than `ingress.max_grammar_bytes`."""
+
+
 class StoredResponsesOff(RequestError):
     """A request needs stored responses, and `ingress.stored_responses` is not set."""
 
@@ -114,6 +122,8 @@ TABLE: dict[type[Exception], Row] = {
     NotText: Row(400, "invalid_request_error", "not_text"),
     NotAnObject: Row(400, "invalid_request_error", "not_an_object"),
     TooDeep: Row(400, "invalid_request_error", "nested_too_deeply"),
+    TooManyValues: Row(400, "invalid_request_error", "too_many_values"),
+    GrammarTooLong: Row(400, "invalid_request_error", "grammar_too_long"),
     StoredResponsesOff: Row(400, "invalid_request_error", "stored_responses_off"),
     ResponseNotFound: Row(404, "not_found_error", "response_not_found"),
     BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),

@@ -33,11 +33,13 @@ from vllm.transformers_utils.config import maybe_register_config_serialize_by_va
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from app import message_stream, model_route, openapi
+from app.early_check import EarlyCheck
 from app.errors import TooDeep, answer
+from app.grammar_check import CheckingApart
+from app.in_turn import InTurn
 from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig, LoraConfig
 
@@ -111,7 +113,9 @@ class ClusterLLM(AsyncLLM):
     _profile_session_guard_enabled = False
     _profile_session_active = False
 
-    def __init__(self, vllm_config: VllmConfig, core: EngineCoreClient, log_requests: bool = False) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, core: EngineCoreClient, max_grammar_bytes: int, log_requests: bool = False
+    ) -> None:
         """Set what `AsyncLLM.__init__` sets, without building a client. Call it in a running event loop."""
         configure_logging_if_needed(vllm_config.logging_config)
         maybe_register_config_serialize_by_value()
@@ -122,16 +126,16 @@ class ClusterLLM(AsyncLLM):
         self.log_requests = log_requests
         self._elastic_ep_lock = asyncio.Lock()
         self._profile_lock = asyncio.Lock()
-        self._set_processors()
+        self._set_processors(max_grammar_bytes)
         self.engine_core = core
         self._run_output_handler()
 
-    def _set_processors(self) -> None:
+    def _set_processors(self, max_grammar_bytes: int) -> None:
         tracing_endpoint = self.observability_config.otlp_traces_endpoint
         if tracing_endpoint is not None:
             init_tracer("vllm.llm_engine", tracing_endpoint)
         self.renderer = renderer_from_config(self.vllm_config)
-        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
+        self.input_processor = CheckingApart(self.vllm_config, self.renderer, max_grammar_bytes)
         self.output_processor = OutputProcessor(
             self.renderer.tokenizer,
             log_stats=False,
@@ -140,11 +144,23 @@ class ClusterLLM(AsyncLLM):
         )
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, without the client's `kv_transfer_params`: a client does not decide how KV moves."""
+        """As vLLM's, without the client's `kv_transfer_params`: a client does not decide how KV moves.
+
+        What costs much of the check is done apart.
+        """
         extra = getattr(params, "extra_args", None)
         if extra and "kv_transfer_params" in extra:
             params.extra_args = {k: v for k, v in extra.items() if k != "kv_transfer_params"} or None
-        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        await self.input_processor.check(params, await self.get_supported_tasks())
+        try:
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        finally:
+            self.input_processor.forget(params)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As vLLM's."""
+        self.input_processor.close()
+        super().shutdown(timeout)
 
 
 async def build_server(
@@ -160,7 +176,8 @@ async def build_server(
     # A package that vLLM's server imports raises the root logger's level to ERROR: our warnings would be lost.
     logging.getLogger("baton").setLevel(logging.WARNING)
     args = _serve_args(config, model_path)
-    llm = ClusterLLM(_vllm_config(args, config.lora), core, log_requests=args.enable_log_requests)
+    most = config.ingress.max_grammar_bytes
+    llm = ClusterLLM(_vllm_config(args, config.lora), core, most, log_requests=args.enable_log_requests)
     app = build_app(args, TASKS, llm.model_config)
     allowed = ALLOWED_ROUTES | {path for path, option in SWITCHED_ROUTES.items() if getattr(args, option)}
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in allowed]
@@ -168,8 +185,10 @@ async def build_server(
         await init_app_state(llm, app.state, args, TASKS)
     model_route.install(app)
     message_stream.pass_errors_on(app)
-    app.user_middleware.append(stored or Middleware(StoredResponses))
-    app.middleware_stack = None  # a package that vLLM loads has built it before; it is built anew, with this one
+    longest = config.model.max_model_len * llm.renderer.get_tokenizer().max_chars_per_token
+    own = (stored or Middleware(StoredResponses), Middleware(InTurn), Middleware(EarlyCheck, app, longest))
+    app.user_middleware += own
+    app.middleware_stack = None  # a package that vLLM loads has built it before; it is built anew, with these
     openapi.complete(app)
     app.add_exception_handler(RecursionError, _too_deep)
     # vLLM's error handler tells its uvicorn to exit when the frontend has died. Here `llm.errored` says so instead.

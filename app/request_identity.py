@@ -18,17 +18,13 @@ _CHAT = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", 
 _USER = re.compile(rb'"user"\s*:\s*("(?:[^"\\]|\\.){1,256}")')
 
 
-def request_context(request_id: str, scope: Scope, body: bytes, client_header: str | None = None) -> RequestContext:
+def request_context(request_id: str, scope: Scope, body: bytes, client: str) -> RequestContext:
     """The context of a request that goes to vLLM's server. Raises HeaderTooLong.
 
-    The client is known by its API key, of which only a hash is kept, or else by its address: a client can make up any
-    other name. A conversation is named by `X-Session-Id`, or else by the body's `user`. `client_header`: the header in
-    which a trusted proxy gives the address.
+    A conversation is named by `X-Session-Id`, or else by the body's `user`. `client`: see `client_of`.
     """
-    headers: dict[bytes, bytes] = {name.lower(): value for name, value in reversed(scope["headers"])}
+    headers = _headers(scope)
     session, priority = _text(headers, SESSION), _text(headers, PRIORITY)
-    key = _key(headers)
-    client = f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else _address(scope, client_header)
     return RequestContext(
         request_id,
         priority=priority,
@@ -36,6 +32,16 @@ def request_context(request_id: str, scope: Scope, body: bytes, client_header: s
         affinity=session or _user(body),
         chat=scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") in _CHAT,
     )
+
+
+def client_of(scope: Scope, client_header: str | None = None) -> str:
+    """The client that a request comes from.
+
+    It is known by its API key, of which only a hash is kept, or else by its address: a client can make up any other
+    name. `client_header`: the header in which a trusted proxy gives the address.
+    """
+    key = _key(_headers(scope))
+    return f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else _address(scope, client_header)
 
 
 def _address(scope: Scope, client_header: str | None) -> str:
@@ -49,8 +55,12 @@ def _address(scope: Scope, client_header: str | None) -> str:
 
 def owner_of(scope: Scope) -> str:
     """Whose stored responses a request may see: a hash of its API key; "" for all requests without one."""
-    key = _key({name.lower(): value for name, value in reversed(scope["headers"])})
+    key = _key(_headers(scope))
     return hashlib.sha256(key).hexdigest() if key else ""
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    return {name.lower(): value for name, value in reversed(scope["headers"])}
 
 
 def _key(headers: dict[bytes, bytes]) -> bytes:

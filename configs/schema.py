@@ -326,6 +326,16 @@ class IngressConfig(Section):
     max_client_parts: int = Field(1024, gt=0)
     """Answers that one client may have open in one ingress; more are refused with 429. A client is an API key, or the
     address that a request without a key comes from."""
+    max_values: int = Field(8192, gt=0)
+    """Strings (keys, too), objects and lists that a body may have in `messages`. In `input` each counts twice,
+    elsewhere a quarter. Sixteen members of a list or an object, whatever they are, count as one more. A body with more
+    is refused with 400: the time in which the ingress checks it, and serves nothing else, grows with them. Agents with
+    hundreds of turns on a model with a long context may need more."""
+    max_grammar_bytes: int = Field(128 * 1024, gt=0)
+    """A longer grammar, schema, regular expression or list of choices for an answer is refused with 400."""
+    refusals_per_s: float = Field(20.0, ge=0)
+    """Refused requests of one client that are answered in a second; a hundred more come at once, and others wait. A
+    body counts once more for each 64 KiB. 0: all are answered at once."""
     client_header: str | None = None
     """The header in which a proxy that you trust gives the client's address; of several addresses the last counts.
     null: the connection's address. The launcher sets it for the proxy that it starts."""

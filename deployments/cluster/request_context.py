@@ -6,7 +6,7 @@ context, notes how each of the request's sessions was placed, and why one failed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,7 +29,8 @@ class RequestContext:
     `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `most_parts`: the most sessions
     that it may have open; 0: any number. `seed_moved`: a sampled answer with a seed went on in another engine than the
     one where it began. `parts`: its open sessions. `error`: why the first of them failed, which ends the others.
-    `first_token_s`: when the first token came, by the monotonic clock.
+    `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called once, when the
+    first session begins.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class RequestContext:
     parts: dict[str, Part] = field(default_factory=dict)
     error: SessionError | None = None
     first_token_s: float | None = None
+    when_begun: list[Callable[[], None]] = field(default_factory=list)
     _prompts: dict[int, Sequence[int]] = field(default_factory=dict)
     _answers: list[Sequence[int]] = field(default_factory=list)
 
@@ -51,6 +53,8 @@ class RequestContext:
         """A session begins. `answer` grows with its tokens. With n > 1 sessions share one prompt, which counts once."""
         self._prompts[id(prompt)] = prompt
         self._answers.append(answer)
+        while self.when_begun:
+            self.when_begun.pop()()
 
     @property
     def prompt_tokens(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import HeaderTooLong, answer
-from app.request_identity import request_context
+from app.request_identity import client_of, request_context
 from deployments.cluster.request_context import RequestContext
 
 
@@ -24,7 +24,7 @@ def of(
     scope: dict[str, Any] = {"path": path, "root_path": root_path, "headers": pairs}
     if address:
         scope["client"] = (address, 4711)
-    return request_context("r", scope, json.dumps(body or {}).encode(), client_header)
+    return request_context("r", scope, json.dumps(body or {}).encode(), client_of(scope, client_header))
 
 
 def test_of_a_bare_request_nothing_is_known() -> None:
@@ -67,7 +67,7 @@ def test_a_trusted_proxy_names_the_address_last() -> None:
     assert through() == ""
     twice = [(b"x-forwarded-for", b"6.6.6.6"), (b"x-forwarded-for", b"10.0.0.9")]
     scope = {"path": "/v1/completions", "headers": twice, "client": ("127.0.0.1", 1)}
-    assert request_context("r", scope, b"{}", "x-forwarded-for").client == "10.0.0.9"
+    assert client_of(scope, "x-forwarded-for") == "10.0.0.9"
 
 
 @pytest.mark.parametrize("user", [None, 3, "", ["a"], "x" * 257])
@@ -77,7 +77,7 @@ def test_a_user_that_is_no_short_text_is_none(user: Any) -> None:
 
 def test_what_is_no_json_is_not_ours_to_refuse() -> None:
     scope = {"path": "/v1/completions", "headers": []}
-    assert request_context("r", scope, b'{"user": "\\x"').affinity == ""
+    assert request_context("r", scope, b'{"user": "\\x"', "").affinity == ""
 
 
 @pytest.mark.parametrize("header", ["x_session_id", "x_baton_class"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,14 +68,9 @@ SHAPE = (
     "kv_bytes_per_token",
     "capacity_tokens",
     "per_block",
-    "role",
-    "decodes",
-    "prefills",
 )
 """The numbers that do not change. `capacity_tokens`: the most that one session may hold on an empty replica.
-`per_block`: one block as a share of the replica's blocks. `role`: an index into `ROLES`. `decodes`, `prefills`: 1 where
-the replica may."""
-ROLES = tuple(Role)
+`per_block`: one block as a share of the replica's blocks."""
 NUMBERS = (*LOAD, "room_blocks", "step_s", *SHAPE)
 """`room_blocks`: free blocks, or -1 where no further session may run. `step_s`: seconds of a decode step at the
 replica's load."""
@@ -95,7 +90,8 @@ class Kind(NamedTuple):
 class Columns:
     """The replicas of a fleet. Every array has a row per replica. Rows that are not `ready` do not count.
 
-    `seen_s`: when each replica last reported. `fingerprint`: codes from 0, equal for equal strings. `kind`: indices
+    `decodes`: which replicas may write answers. `prefills`: which may compute prompts that can be split from their
+    answers. `seen_s`: when each replica last reported. `fingerprint`: codes from 0, equal for equal strings. `kind`: indices
     into `kinds`. `sizes` and `engines` count the replicas by block size and by fingerprint. `coefficients`: what the
     steps of each pool take; empty while that is not known.
     """
@@ -105,6 +101,9 @@ class Columns:
         self.rows: dict[str, int] = {}
         self.infos: list[ReplicaInfo | None] = []
         self.ready: Flags = np.zeros(capacity, np.bool_)
+        self.decodes: Flags = np.zeros(capacity, np.bool_)
+        self.prefills: Flags = np.zeros(capacity, np.bool_)
+        self._roles: dict[Role, Flags] = {role: np.zeros(capacity, np.bool_) for role in Role}
         self.seen_s: Numbers = np.zeros(capacity)
         self.kinds: list[Kind] = []
         self.kind: Codes = np.zeros(capacity, np.int64)
@@ -170,11 +169,11 @@ class Columns:
             info.kv_bytes_per_token,
             capacity_tokens,
             1.0 / max(1, info.total_blocks),
-            ROLES.index(info.role),
-            info.decodes,
-            info.prefills,
         )
         self._table[-len(SHAPE) :, row] = shape
+        self.decodes[row], self.prefills[row] = info.decodes, info.prefills
+        for role, flags in self._roles.items():
+            flags[row] = role is info.role
         self.sizes[info.block_size] += 1
         self.engines[int(self.fingerprint[row])] += 1
 
@@ -195,25 +194,14 @@ class Columns:
 
     def is_of(self, role: Role) -> Flags:
         """Which rows are of pools with this role."""
-        flags: Flags = self.numbers["role"] == ROLES.index(role)
-        return flags
+        return self._roles[role]
 
-    @property
-    def decodes(self) -> Flags:
-        """Which replicas may write answers."""
-        flags: Flags = self.numbers["decodes"] > 0
-        return flags
-
-    @property
-    def prefills(self) -> Flags:
-        """Which replicas may compute prompts that can be split from their answers."""
-        flags: Flags = self.numbers["prefills"] > 0
-        return flags
-
-    def is_engine(self, code: int) -> Flags:
-        """Which rows have this fingerprint."""
-        flags: Flags = self.fingerprint == code
-        return flags
+    def by_engine(self) -> Iterator[Flags | np.bool_]:
+        """Which rows have the same fingerprint, for each that there is; True for all rows where there is but one."""
+        if len(self.engines) == 1:
+            yield np.True_
+        else:
+            yield from (self.fingerprint == code for code in self.engines)
 
     def blocks_for(self, tokens: float) -> Numbers | float:
         """The blocks that hold so many tokens: one number where all replicas have the same block size."""
@@ -273,11 +261,15 @@ class Columns:
 
     def _grow(self) -> None:
         size = len(self.ready)
-        for name in ("ready", "seen_s", "kind", "fingerprint"):
-            array = getattr(self, name)
-            setattr(self, name, np.concatenate([array, np.zeros(size, array.dtype)]))
+        for name in ("ready", "decodes", "prefills", "seen_s", "kind", "fingerprint"):
+            setattr(self, name, _grown(getattr(self, name), size))
+        self._roles = {role: _grown(flags, size) for role, flags in self._roles.items()}
         self._table = np.concatenate([self._table, _blank(size)], axis=1)
         self.numbers = dict(zip(NUMBERS, self._table, strict=True))
+
+
+def _grown(array: NDArray[Any], size: int) -> NDArray[Any]:
+    return np.concatenate([array, np.zeros(size, array.dtype)])
 
 
 def _blank(size: int) -> Numbers:

@@ -122,6 +122,8 @@ class Outlook:
     @cached_property
     def loading_s(self) -> Numbers:
         """Seconds to load the request's adapter where a replica does not have it."""
+        if not self.knowledge.adapter_s:
+            return np.zeros(len(self.columns.ready))
         column = np.full(len(self.columns.ready), self.knowledge.adapter_s)
         column[[self.columns.rows[each] for each in self.knowledge.adapter_on if each in self.columns.rows]] = 0.0
         return column

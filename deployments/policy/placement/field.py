@@ -83,9 +83,14 @@ class Field:
     @cached_property
     def owners(self) -> Flags:
         """The replicas that can hold the whole answer now, and may write it."""
+        return self.has_room & self.may_own
+
+    @cached_property
+    def has_room(self) -> Flags:
+        """The replicas that can hold the whole answer now."""
         columns, tokens = self.columns, most_tokens(self.request)
         able: Flags = columns["room_blocks"] >= columns.blocks_for(tokens)
-        return able & columns.ready & self.may_own & self.can_hold(tokens)
+        return able & columns.ready & self.can_hold(tokens)
 
     @cached_property
     def may_own(self) -> Flags:
@@ -139,15 +144,13 @@ class Field:
         token, which take no decode step.
         """
         columns, modes = self.columns, self.modes
-        fits = columns.ready & self.can_hold(most_tokens(self.request))
-        fits &= columns["room_blocks"] >= columns.blocks_for(most_tokens(self.request))
         of_prefill = columns.is_of(Role.PREFILL)
-        able = np.zeros(len(fits), np.bool_)
+        able = np.zeros(len(of_prefill), np.bool_)
         if Mode.DECODE_LOCAL in modes:
             able |= ~of_prefill & (columns.prefills | (Mode.DISAGGREGATED not in modes))
         if Mode.PREFILL_LOCAL in modes:
             able |= of_prefill & (columns.decodes | (modes[0] is Mode.PREFILL_LOCAL))
-        return fits & able
+        return self.has_room & able
 
     def by_role(self) -> Iterator[tuple[Flags, Flags | None]]:
         """The ways that keep to the roles of the pools, best first: owners and helpers, or None for one replica.

@@ -49,8 +49,10 @@ class Joint:
         costs = Costs(here)
         if here.columns.coefficients and not here.settings.split_always:
             spare = has_spare_steps(here)
-            pairs = _pairs(here, costs, here.pair_owners & spare, here.helpers)
-            return _pick(here, [*pairs, *_alone(costs, here.alone & spare)])
+            alone = list(_alone(costs, here.alone & spare))
+            owners, helpers, most_s = here.pair_owners & spare, here.helpers, _most_s(here, alone)
+            pairs = () if costs.are_pairs_over(most_s, owners, helpers) else _pairs(here, costs, owners, helpers)
+            return _pick(here, [*pairs, *alone])
         for owners, helpers in here.by_role():
             ways = _alone(costs, owners) if helpers is None else _pairs(here, costs, owners, helpers)
             if (choice := _pick(here, list(ways))) is not None:
@@ -60,7 +62,7 @@ class Joint:
     def target(self, here: Field, owners: Flags) -> int:
         """The replica with the least cost of writing the remainder there and moving the KV that its cache lacks."""
         rows, costs = np.flatnonzero(owners), Costs(here)
-        cost_s = costs.decode_s[rows] + costs.between_prompts_s[rows]
+        cost_s = costs.receive_s[rows]
         if here.knowledge.link_bytes_per_s:
             moving_s = here.outlook.kv_bytes(rows) / here.knowledge.link_bytes_per_s
             cost_s = cost_s + here.settings.weights.ttft * moving_s
@@ -119,6 +121,21 @@ class Costs:
         fill = np.minimum(outlook.fill, FULL)
         cost_s += weights.memory_s * fill / (1.0 - fill)
         return self._pinned(cost_s)
+
+    def are_pairs_over(self, most_s: float, owners: Flags, helpers: Flags) -> bool:
+        """Whether every pair costs more than that, for the least of both sides does without the move between them.
+
+        That costs at least 0. `TINY_S` is more than what rounding can take from it.
+        """
+        if most_s == np.inf or not owners.any() or not helpers.any():
+            return False
+        return bool(self.receive_s[owners].min() + self.prefill_s[helpers].min() > most_s + TINY_S)
+
+    @cached_property
+    def receive_s(self) -> Numbers:
+        """The replica writes an answer whose prompt another one computes, without the move of the KV cache."""
+        cost_s: Numbers = self.decode_s + self.between_prompts_s
+        return cost_s
 
     @cached_property
     def strain(self) -> Numbers | float:
@@ -261,17 +278,21 @@ def _pairs(here: Field, costs: Costs, owning: Flags, helping: Flags) -> Iterator
     """The best pairs of each engine."""
     if not owning.any() or not helping.any():
         return
-    decode_s = costs.decode_s + costs.between_prompts_s
-    engines = here.columns.engines
-    for same in (np.True_,) if len(engines) == 1 else map(here.columns.is_engine, engines):
-        owners = _least(decode_s, np.flatnonzero(owning & same))
+    for same in here.columns.by_engine():
+        owners = _least(costs.receive_s, np.flatnonzero(owning & same))
         helpers = _least(costs.prefill_s, np.flatnonzero(helping & same))
-        cost_s = decode_s[owners, None] + costs.prefill_s[helpers]
+        cost_s = costs.receive_s[owners, None] + costs.prefill_s[helpers]
         if here.knowledge.link_bytes_per_s:
             cost_s += costs.moving_s(owners, helpers)
         at, by = np.nonzero(owners[:, None] != helpers)
         if at.size:
             yield owners[at], helpers[by], cost_s[at, by]
+
+
+def _most_s(here: Field, ways: Sequence[Ways]) -> float:
+    """The most that a way may cost to be drawn beside these; infinite without any."""
+    least_s = min((float(cost_s.min()) for _, _, cost_s in ways), default=np.inf)
+    return least_s + near_s(least_s, here.settings.weights) if ways else np.inf
 
 
 def _least(cost_s: Numbers, rows: Codes) -> Codes:

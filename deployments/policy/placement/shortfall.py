@@ -48,7 +48,7 @@ def pair_shortfall(here: Field) -> Queue | Reject | None:
     tokens, columns = here.request.prompt_tokens + 1, here.columns
     helps = ~columns.is_of(Role.DECODE)
     helpers, owners = here.helpers & helps, here.pair_owners & ~columns.is_of(Role.PREFILL)
-    if any(_makes_pair(owners & same, helpers & same) for same in map(columns.is_engine, columns.engines)):
+    if any(_makes_pair(owners & same, helpers & same) for same in columns.by_engine()):
         return None
     if not (columns.ready & ~columns.is_of(Role.PREFILL)).any():
         return Queue("no decode replica is ready", unavailable=True)
@@ -65,7 +65,7 @@ def pair_shortfall(here: Field) -> Queue | Reject | None:
 
 def _makes_pair(owners: np.ndarray, helpers: np.ndarray) -> bool:
     """Whether there is one of each that are not the same replica."""
-    return bool(owners.any() and helpers.any() and (owners | helpers).sum() > 1)
+    return bool(owners.any() and helpers.any() and np.count_nonzero(owners | helpers) > 1)
 
 
 def _never_fits(here: Field, counts: Callable[[ReplicaInfo], bool], tokens: int, name: str) -> Reject | None:

@@ -71,10 +71,11 @@ SHAPE = (
 )
 """The numbers that do not change. `capacity_tokens`: the most that one session may hold on an empty replica.
 `per_block`: one block as a share of the replica's blocks."""
-NUMBERS = (*LOAD, "room_blocks", "step_s", *SHAPE)
+NUMBERS = (*LOAD, "room_blocks", "step_s", "base_s", "whole_step_s", *SHAPE)
 """`room_blocks`: free blocks, or -1 where no further session may run. `step_s`: seconds of a decode step at the
-replica's load."""
-CHANGING = slice(len(LOAD) + 2)
+replica's load. `base_s`: of one without answers. `whole_step_s`: of one that computes as many prompt tokens as it can,
+and nothing else."""
+CHANGING = slice(len(LOAD) + 4)
 
 UNKNOWN = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
 """The coefficients of a pool whose steps are not known yet."""
@@ -114,6 +115,7 @@ class Columns:
         self.engines: Counter[int] = Counter()
         self.coefficients: Mapping[str, Coefficients] = {}
         self._steps: list[Coefficients] = []
+        self._whole_s: list[float] = []  # of each kind, as `_steps`
         self._spare: list[int] = []
 
     def __getitem__(self, name: str) -> Numbers:
@@ -129,8 +131,9 @@ class Columns:
             self._shape(row, view.info)
         self.ready[row], self.seen_s[row] = ready, seen_s
         room = view.free_blocks if view.sessions < view.info.max_sessions else -1
-        step_s = _step_s(self._steps[self.kind[row]], view.sessions, view.held_tokens)
-        self._table[CHANGING, row] = (*view[1:], room, step_s)
+        steps, whole_s = self._steps[self.kind[row]], self._whole_s[self.kind[row]]
+        step_s = _step_s(steps, view.sessions, view.held_tokens)
+        self._table[CHANGING, row] = (*view[1:], room, step_s, steps.base_s, whole_s)
 
     def learn(self, coefficients: Mapping[str, Coefficients]) -> None:
         """Take what each pool's steps take.
@@ -141,7 +144,10 @@ class Columns:
             self.coefficients = coefficients
             self._steps = [coefficients.get(kind.pool, UNKNOWN) for kind in self.kinds]
             by_row = Coefficients(*np.array(self._steps or [UNKNOWN]).T[:, self.kind])
+            self._whole_s = list(map(_whole_s, self._steps, self.kinds))
             self.numbers["step_s"][:] = _step_s(by_row, self.numbers["sessions"], self.numbers["held_tokens"])
+            self.numbers["base_s"][:] = by_row.base_s
+            self.numbers["whole_step_s"][:] = self.of_kinds(_whole_s)
 
     def of_kind(self, number: int) -> tuple[Coefficients, Kind]:
         """A kind of replicas, by its index in `kinds`, and what its steps take."""
@@ -160,6 +166,7 @@ class Columns:
         if kind not in self.kinds:
             self.kinds.append(kind)
             self._steps.append(self.coefficients.get(info.pool, UNKNOWN))
+            self._whole_s.append(_whole_s(self._steps[-1], kind))
         self.kind[row] = self.kinds.index(kind)
         self.fingerprint[row] = self.code(info.fingerprint)
         capacity_tokens = min(info.max_model_len, info.total_blocks * info.block_size)
@@ -277,6 +284,10 @@ def _blank(size: int) -> Numbers:
     table = np.zeros((len(NUMBERS), size))
     table[NUMBERS.index("block_size")] = 1.0
     return table
+
+
+def _whole_s(steps: Coefficients, kind: Kind) -> float:
+    return steps.step_s(kind.chunk_tokens, 0, 0, 0)
 
 
 def _step_s(steps: Coefficients, sessions: Any, held_tokens: Any) -> Any:

@@ -183,12 +183,23 @@ class Outlook:
         left: Numbers = np.exp((self.columns["flow_at_s"] - self.now_s) / WINDOW_S) / WINDOW_S
         return left
 
-    def beside_step_s(self, answers: Numbers, tpot_s: float = math.inf) -> Numbers:
+    @cached_property
+    def decoding_s(self) -> Numbers:
+        """Seconds of a step without prompts, with the answers of now."""
+        seconds: Numbers = self._base_s + self.answers * self._answer_s
+        return seconds
+
+    @cached_property
+    def decoding_more_s(self) -> Numbers:
+        """Seconds of a step without prompts, with one more answer."""
+        seconds: Numbers = self._base_s + (self.answers + 1.0) * self._answer_s
+        return seconds
+
+    def beside_step_s(self, answers: Numbers, decoding_s: Numbers, tpot_s: float = math.inf) -> Numbers:
         """The longest step with prompts in it, beside so many answers; infinite without any.
 
-        `tpot_s`: the objective of one more answer.
+        `decoding_s`: what the step takes without prompts. `tpot_s`: the objective of one more answer.
         """
-        decoding_s = self._base_s + answers * self._answer_s
         longest_s = STEADY * np.minimum(self.objective_s, tpot_s)
         if tpot_s == math.inf:
             free_s = np.where(answers + self.columns["pending"] > 0, decoding_s / (1.0 - self._prompt_share), np.inf)
@@ -196,12 +207,11 @@ class Outlook:
         step_s: Numbers = np.maximum(longest_s, decoding_s / (1.0 - LEAST_SHARE))
         return step_s
 
-    def share_of(self, answers: Numbers, longest_s: Numbers) -> Numbers:
-        """The share of each step that goes to prompts, beside so many answers. `longest_s`: see `beside_step_s`.
+    def share_of(self, decoding_s: Numbers, longest_s: Numbers) -> Numbers:
+        """The share of each step that goes to prompts, beside its answers. `longest_s`: see `beside_step_s`.
 
         A step is as long as its decoding and one chunk take, or as long as the answers allow.
         """
-        decoding_s = self._base_s + answers * self._answer_s
         step_s = np.minimum(longest_s, decoding_s + self.chunk_s)
         share: Numbers = 1.0 - decoding_s / np.maximum(step_s, TINY_S)
         return np.maximum(share, TINY_S)
@@ -209,11 +219,11 @@ class Outlook:
     @cached_property
     def share(self) -> Numbers:
         """The share of each step that goes to prompts, beside the answers of now."""
-        return self.share_of(self.answers, self.beside_step_s(self.answers))
+        return self.share_of(self.decoding_s, self.beside_step_s(self.answers, self.decoding_s))
 
     @cached_property
     def _base_s(self) -> Numbers:
-        return self.columns.of_kinds(lambda steps, kind: steps.base_s)
+        return self.columns["base_s"]
 
     @cached_property
     def _answer_s(self) -> Numbers:
@@ -224,7 +234,7 @@ class Outlook:
     @cached_property
     def whole_step_s(self) -> Numbers:
         """Seconds of the longest step that computes prompts alone: it cannot be interrupted."""
-        return self.columns.of_kinds(lambda steps, kind: steps.step_s(kind.chunk_tokens, 0, 0, 0))
+        return self.columns["whole_step_s"]
 
     @cached_property
     def chunk_s(self) -> Numbers:

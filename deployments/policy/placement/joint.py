@@ -80,8 +80,8 @@ class Costs:
     @cached_property
     def alone_s(self) -> Numbers:
         """The replica computes the prompt and writes the answer."""
-        once: Numbers = self._weights.ttft * self._outlook.loading_s
-        return self.prefill_s + self.decode_s - once
+        cost_s: Numbers = self.prefill_s + self.decode_s
+        return cost_s - self._loading_s if self._here.knowledge.adapter_s else cost_s
 
     @cached_property
     def prefill_s(self) -> Numbers:
@@ -98,7 +98,10 @@ class Costs:
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
         cost_s += weights.later * later * prefill_s * (queue_s + prefill_s / 2)
         cost_s += weights.others * outlook.moves_per_s * prefill_s * self.landing_s
-        cost_s += self.held_up * outlook.beside_s + weights.ttft * outlook.loading_s
+        if self._here.view.waiting:
+            cost_s += self.held_up * outlook.beside_s
+        if self._here.knowledge.adapter_s:
+            cost_s += self._loading_s
         objective_s = self._here.objectives[0]
         if objective_s < np.inf:
             over_s = ttft_s - self._here.settings.slack * objective_s
@@ -113,7 +116,10 @@ class Costs:
         cost_s: Numbers = (steps * weights.decode) * step_s
         cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s) * self.strain
         cost_s += weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
-        cost_s += self.held_up * (steps * outlook.added_step_s) + weights.ttft * outlook.loading_s
+        if self._here.view.waiting:
+            cost_s += self.held_up * (steps * outlook.added_step_s)
+        if self._here.knowledge.adapter_s:
+            cost_s += self._loading_s
         objective_s = self._here.objectives[1]
         if objective_s < np.inf:
             over_s = np.maximum(step_s - objective_s, 0.0)
@@ -147,6 +153,12 @@ class Costs:
         return strain
 
     @cached_property
+    def _loading_s(self) -> Numbers:
+        """What the load of the request's adapter costs, where a replica does not have it."""
+        cost_s: Numbers = self._weights.ttft * self._outlook.loading_s
+        return cost_s
+
+    @cached_property
     def held_up(self) -> Numbers:
         """How much those that wait to be placed are held up by each second that the replica's answers take longer.
 
@@ -173,7 +185,8 @@ class Costs:
 
     @cached_property
     def _longest_s(self) -> Numbers:
-        return self._outlook.beside_step_s(self._outlook.answers + 1.0, self._here.objectives[1])
+        outlook = self._outlook
+        return outlook.beside_step_s(outlook.answers + 1.0, outlook.decoding_more_s, self._here.objectives[1])
 
     @cached_property
     def mixed_step_s(self) -> Numbers:
@@ -186,7 +199,7 @@ class Costs:
     def slower(self) -> Numbers:
         """How much longer a prompt takes on each replica with this answer beside it, as a share of its time without."""
         outlook = self._outlook
-        with_it = outlook.share_of(outlook.answers + 1.0, self._longest_s)
+        with_it = outlook.share_of(outlook.decoding_more_s, self._longest_s)
         return np.maximum(outlook.share / with_it - 1.0, 0.0)
 
     @cached_property

@@ -92,9 +92,9 @@ class Columns:
     """The replicas of a fleet. Every array has a row per replica. Rows that are not `ready` do not count.
 
     `decodes`: which replicas may write answers. `prefills`: which may compute prompts that can be split from their
-    answers. `seen_s`: when each replica last reported. `fingerprint`: codes from 0, equal for equal strings. `kind`: indices
-    into `kinds`. `sizes` and `engines` count the replicas by block size and by fingerprint. `coefficients`: what the
-    steps of each pool take; empty while that is not known.
+    answers. `seen_s`: when each replica last reported. `fingerprint`: codes from 0, equal for equal strings. `kind`:
+    indices into `kinds`. `sizes` and `engines` count the replicas by block size and by fingerprint. `coefficients`:
+    what the steps of each pool take; empty while that is not known.
     """
 
     def __init__(self, capacity: int = 16) -> None:

@@ -14,7 +14,7 @@ from configs.schema import BatonConfig, role_of
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.promise import Promise
 from deployments.fleet.view import LiveView, View
-from deployments.messages import Admit, Decision, Placement, Queue, Reject, ReplicaSnapshot, Role, SessionRequest
+from deployments.messages import Admit, Decision, Queue, Reject, ReplicaSnapshot, Role, SessionRequest
 from deployments.policy.admission.breakers import Breakers
 from deployments.policy.admission.poison import Poison
 from deployments.policy.admission.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
@@ -285,17 +285,15 @@ class Allocator:
         """Enter a decision into the books. A session that is placed must be closed from here on."""
         if isinstance(decision, Reject):
             return decision
-        request = session.request
+        request, placement = session.request, decision.placement
         least = max(request.attempt, request.least_epoch)
         epoch = self.fleet.next_epoch(request.session_id, now_s, least)
-        placement = replace(decision.placement, epoch=epoch)
+        if epoch != placement.epoch:
+            placement = replace(placement, epoch=epoch)
         self.fleet.reserve(placement, request.prompt_tokens, now_s)
         self._sessions[request.session_id] = session
-        self._note_placed(session, placement, now_s)
-        return Admit(placement)
-
-    def _note_placed(self, session: OpenSession, placement: Placement, now_s: float) -> None:
         replicas = {placement.owner.replica_id, placement.prefiller.replica_id}
         for replica_id in replicas if self.breakers else ():
             self.breakers.placed(replica_id, now_s)
-        self.predictors.placed(session.request, replicas, session.knowledge.hits, now_s)
+        self.predictors.placed(request, replicas, session.knowledge.hits, now_s)
+        return Admit(placement)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deployments.policy.placement.costs import Costs
 from deployments.policy.placement.field import Field, most_tokens
-from deployments.policy.placement.joint import Costs, has_spare_steps
+from deployments.policy.placement.joint import has_spare_steps
 from deployments.policy.placement.relief import Running
 
 GAP_STEPS = 4.0

@@ -142,9 +142,11 @@ class PrefixIndex:
                 slots = set(_unpack(holders) if holders is not None else ())
                 slots.update(expected or ())
                 if not depth:
-                    holding = slots - self._given_up
+                    slots -= self._given_up
+                    holding = slots
                 elif gone := holding - slots:
-                    found.update(dict.fromkeys(map(names.__getitem__, gone), depth))
+                    ended = dict.fromkeys(map(names.__getitem__, gone), depth)
+                    found = found | ended if found else ended
                     holding -= gone
                 if not holding:
                     break

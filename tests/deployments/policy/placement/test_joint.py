@@ -6,20 +6,24 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.fleet.columns import ReplicaView
+from configs.schema import WeightsConfig
+from deployments.fleet.columns import Flags, ReplicaView
 from deployments.fleet.flow import WINDOW_S
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
+from deployments.policy.placement import joint
 from deployments.policy.placement.choice import Choice, near_s
+from deployments.policy.placement.costs import Costs
 from deployments.policy.placement.estimates import MANY, Knowledge, Outlook
 from deployments.policy.placement.field import Field, PlacementSettings
-from deployments.policy.placement.joint import CANDIDATES, Costs, Joint, has_spare_steps
+from deployments.policy.placement.joint import CANDIDATES, Joint, has_spare_steps
 from deployments.policy.placement.split import ANY
 from deployments.step_cost import Coefficients
 from load_tests.bench.placement import Cluster
@@ -229,3 +233,54 @@ def test_what_slows_answers_down_costs_more_the_more_requests_wait_for_their_end
         more = getattr(crowded, number) - getattr(calm, number)
         assert more[rows["d"]] > 0
         assert more[rows["p"]] == 0, "it writes no answer"
+
+
+class Unpruned(Costs):
+    """Costs by which every pair is weighed."""
+
+    def are_pairs_over(self, most_s: float, owners: Flags, helpers: Flags) -> bool:
+        return False
+
+
+class Compared(Joint):
+    """Compares each choice with the one by all pairs, for unlike objectives and bounds of what counts as near.
+
+    `found`: whether the pairs were left out, and whether the choice was a pair.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.found = patch, set[tuple[bool, bool]]()
+
+    def choose(self, here: Field) -> Choice | None:
+        for objectives, near_share in product(((math.inf, math.inf), (9.0, 0.2), (0.5, 0.005)), (0.0, 0.01, 0.5)):
+            changed = replace(here.settings, weights=WeightsConfig(near_s=0, near_share=near_share))
+            one, other = (
+                Field(here.request, here.view, changed, here.knowledge, random.Random(5), objectives) for _ in range(2)
+            )
+            choice = super().choose(one)
+            with self.patch.context() as patch:
+                patch.setattr(joint, "Costs", Unpruned)
+                assert super().choose(other) == choice
+            self.found.add((_leaves_pairs_out(one), choice is not None and choice.helper is not None))
+        return super().choose(here)
+
+
+def _leaves_pairs_out(here: Field) -> bool:
+    costs, spare = Costs(here), has_spare_steps(here)
+    alone = costs.alone_s[here.alone & spare]
+    most_s = float(alone.min()) + near_s(float(alone.min()), here.settings.weights) if alone.size else math.inf
+    return costs.are_pairs_over(most_s, here.pair_owners & spare, here.helpers)
+
+
+@pytest.mark.parametrize(("replicas", "sessions"), [(2, 4), (9, 20), (3 * CANDIDATES, 300)])
+def test_pairs_that_are_left_out_would_not_have_been_chosen(
+    replicas: int, sessions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Compared(monkeypatch)
+    for seed in range(4):
+        cluster = Asking(replicas, 500, sessions, seed=seed, shared=2 * (seed % 2))
+        cluster.allocator.decider.policy = policy
+        for _ in range(25):
+            cluster.decide()
+            cluster.turn()
+    assert policy.found >= {(True, False), (False, True)}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
@@ -38,6 +40,7 @@ class Adapters:
     async def load(self, engine: AsyncMPClient, request: EngineCoreRequest) -> None:
         """Have the adapter of a request loaded, if it has one. It stays until the request is over.
 
+        A load that has begun comes to its end though its request is cancelled, for the engine does not stop it either.
         Raises RequestRefused when it cannot be loaded, and EngineDeadError.
         """
         adapter = request.lora_request
@@ -45,7 +48,7 @@ class Adapters:
             return
         async with self._loading:
             if adapter.lora_int_id not in self._held:
-                await self._load(engine, adapter)
+                await _to_its_end(self._load(engine, adapter))
             self._held[adapter.lora_int_id] = self._held.pop(adapter.lora_int_id, None)
             self._needed[request.request_id] = adapter.lora_int_id
 
@@ -87,3 +90,18 @@ class Adapters:
             del self._held[oldest]
         else:
             self._held.pop(next(iter(self._held)))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do work that cannot be broken off. A cancellation takes effect at its end."""
+    doing = asyncio.ensure_future(work)
+    cancelled = False
+    while not doing.done():
+        try:
+            await asyncio.wait({doing})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        doing.exception()  # it was the cancelled request's alone, and counts as seen
+        raise asyncio.CancelledError
+    await doing

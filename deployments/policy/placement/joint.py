@@ -44,8 +44,8 @@ class Joint:
         if here.columns.coefficients and not here.settings.split_always:
             spare = has_spare_steps(here)
             alone = list(_alone(costs, here.alone & spare))
-            owners, helpers, most_s = here.pair_owners & spare, here.helpers, _most_s(here, alone)
-            pairs = () if costs.are_pairs_over(most_s, owners, helpers) else _pairs(here, costs, owners, helpers)
+            owning, helping, most_s = here.pair_owners & spare, here.helpers, _most_s(here, alone)
+            pairs = () if costs.are_pairs_over(most_s, owning, helping) else _pairs(here, costs, owning, helping)
             return _pick(here, [*pairs, *alone])
         for owners, helpers in here.by_role():
             ways = _alone(costs, owners) if helpers is None else _pairs(here, costs, owners, helpers)

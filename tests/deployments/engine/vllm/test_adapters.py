@@ -20,18 +20,25 @@ from deployments.engine.vllm.adapters import Adapters
 
 
 class Client:
-    """Stands for the client of an engine core. `error`: what the next load raises."""
+    """Stands for the client of an engine core. `error`: what the next load raises. `may_load`: loads wait for it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self.error: Exception | None = None
+        self.asked, self.may_load = asyncio.Event(), asyncio.Event()
+        self.may_load.set()
 
     async def add_lora_async(self, adapter: LoRARequest) -> bool:
-        await asyncio.sleep(0)
+        self.asked.set()
+        await asyncio.shield(asyncio.ensure_future(self._load(adapter)))
+        return True
+
+    async def _load(self, adapter: LoRARequest) -> None:
+        """The engine's part, which goes on though its caller is gone."""
+        await self.may_load.wait()
         if self.error is not None:
             raise self.error
         self.calls.append(("load", adapter.lora_int_id))
-        return True
 
     async def remove_lora_async(self, number: int) -> bool:
         self.calls.append(("unload", number))
@@ -126,3 +133,40 @@ async def test_an_engine_without_adapters_refuses_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["add_lora_async", "remove_lora_async"])
 def test_vllms_client_has_these_calls(method: str) -> None:
     assert asyncio.iscoroutinefunction(getattr(AsyncMPClient, method))
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+async def test_an_adapter_whose_request_is_cancelled_during_the_load_counts(bench: Bench, cancellations: int) -> None:
+    a, b, c = map(bench.adapter, "abc")
+    bench.client.may_load.clear()
+    first = asyncio.ensure_future(bench.begin("1", a))
+    await bench.client.asked.wait()
+    for _ in range(cancellations):
+        first.cancel()
+        await asyncio.sleep(0)  # the cancellation reaches the task
+    bench.client.may_load.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    for number, adapter in (("2", a), ("3", b), ("4", c)):
+        await bench.begin(number, adapter)
+        bench.adapters.over([number])
+    loads, unloads = ([number for what, number in bench.client.calls if what == kind] for kind in ("load", "unload"))
+    assert loads == [each.lora_int_id for each in (a, b, c)], "each once"
+    assert unloads == [a.lora_int_id], "the third has no room beside the two"
+    assert set(bench.adapters.held.ids) == {digits(b.lora_int_id), digits(c.lora_int_id)}
+
+
+async def test_a_load_that_fails_after_its_request_was_cancelled_is_tried_again(bench: Bench) -> None:
+    a = bench.adapter("a")
+    bench.client.may_load.clear()
+    bench.client.error = Exception("no memory")
+    first = asyncio.ensure_future(bench.begin("1", a))
+    await bench.client.asked.wait()
+    first.cancel()
+    await asyncio.sleep(0)
+    bench.client.may_load.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    bench.client.error = None
+    await bench.begin("2", a)
+    assert bench.client.calls == [("load", a.lora_int_id)]

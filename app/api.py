@@ -201,8 +201,12 @@ def _inner_scope(scope: Scope, request_id: str) -> Scope:
     """The scope for the inner application.
 
     `spec_version` is 2.3: `send` never raises for a client that is gone, so the inner application must listen for that.
+    vLLM's server looks for a key in `Authorization` alone; Anthropic's API has it in `X-Api-Key`.
     """
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != REQUEST_ID]
+    key = _header(scope, b"x-api-key")
+    if key and is_anthropic(scope) and _header(scope, b"authorization") is None:
+        headers.append((b"authorization", b"Bearer " + key))
     asgi = {**scope.get("asgi", {}), "spec_version": "2.3"}
     return {**scope, "asgi": asgi, "headers": [*headers, (REQUEST_ID, request_id.encode())]}
 

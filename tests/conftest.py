@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +21,12 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"
 # on it.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# LiteLLM has a list of prices in its package, and LangChain's traces are off: no client asks another server than ours.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+os.environ["LANGSMITH_TRACING"] = os.environ["LANGCHAIN_TRACING_V2"] = "false"
 
 SETTLE_S = 5.0
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/bench/test_transfer.py")
 
 
@@ -74,6 +78,35 @@ def no_leaks() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: threads {left}; {len(open_now) - descriptors} more of {open_now}")
         time.sleep(0.02)
+
+
+@pytest.fixture
+def only_loopback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that looks up a name or connects to an address of another machine. It gets no connection."""
+    elsewhere: list[str] = []
+
+    def check(host: Any) -> None:
+        if str(host) not in LOOPBACK:
+            elsewhere.append(str(host))
+            raise ConnectionRefusedError(f"{host} is not loopback")
+
+    def watch(owner: Any, name: str, host_of: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            check(host_of(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def host_of(asked: socket.socket, address: Any) -> Any:
+        return address[0] if asked.family in (socket.AF_INET, socket.AF_INET6) else "localhost"
+
+    watch(socket, "getaddrinfo", lambda host, *_, **__: host)
+    watch(socket.socket, "connect", host_of)
+    watch(socket.socket, "connect_ex", host_of)
+    yield
+    assert elsewhere == []
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])

@@ -127,6 +127,16 @@ async def test_a_missing_key_is_401(server: Server) -> None:
             check(await server.http.post(path, json=content, headers={"authorization": ""}), path, 401)
 
 
+async def test_messages_take_the_key_in_anthropics_header(server: Server) -> None:
+    for path, content in BODIES.items():
+        body, known = {"model": MODEL, **content}, path.startswith("/v1/messages")
+        for key, status in (("k", 200 if known else 401), ("other", 401)):
+            headers = {"x-api-key": key, "authorization": ""}
+            del (request := server.http.build_request("POST", path, json=body, headers=headers)).headers["authorization"]
+            if path.startswith("/v1"):
+                assert (await server.http.send(request)).status_code == status, path
+
+
 async def test_an_unknown_route_is_404(server: Server) -> None:
     for path in ("/", "/nothing", "/v1/nothing", "/v1/messages/batches", "/invocations", "/kv_event_sources"):
         check(await server.http.get(path), path, 404)

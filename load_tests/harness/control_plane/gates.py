@@ -84,7 +84,8 @@ class GatedEngine(MockEngine):
     It computes nothing while `go` is clear. It sets `stopped` when it has work and waits for `go`. `is_deaf`: it
     answers no question, like an engine in an endless step. `slower_s`: seconds added to each step. `poison`: it crashes
     when it computes a prompt that begins with this token. `useless_grammar`: a request with it ends at once in an error
-    that says so, as one ends in vLLM whose grammar cannot be used. `role`: of its pool.
+    that says so, as one ends in vLLM whose grammar cannot be used. `script`: the tokens that every answer begins with.
+    `role`: of its pool.
     """
 
     def __init__(self, *args: Any, role: Role, **options: Any) -> None:
@@ -94,6 +95,7 @@ class GatedEngine(MockEngine):
         self.slower_s = 0.0
         self.poison: int | None = None
         self.useless_grammar: str | None = None
+        self.script: Sequence[int] = ()
         self.on_point: Callable[[str], None] = lambda point: None
         self.go.set()
 
@@ -131,6 +133,10 @@ class GatedEngine(MockEngine):
         await super()._compute(work)
         if self._role is Role.DECODE:
             self.on_point("decoding")
+
+    def _next_token(self, sequence: Any) -> int:
+        said = self.script[sequence.generated :]
+        return said[0] if said else super()._next_token(sequence)
 
     async def counters(self) -> dict[str, float]:
         if self.is_deaf:

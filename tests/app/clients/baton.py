@@ -52,7 +52,7 @@ class Baton:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """A client leaves a long answer in this block. Afterwards its session has been cancelled, and nothing is open."""
+        """A client leaves a long answer in this block: then its session is cancelled, and nothing stays open."""
         before = self._sessions()["closed"].get("cancelled", 0)
         self.slowly()
         yield

@@ -10,7 +10,12 @@ import pytest
 
 from tests.app.clients.baton import KEY, MAX_BODY_BYTES, MAX_CLIENT_PARTS, MODEL, Baton
 
-PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+def said(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+PARIS = said("What is the capital of France?")
 ASKED: Any = {"model": MODEL, "messages": PARIS, "max_tokens": 40}
 TEXT = "The capital is Paris."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -70,22 +75,22 @@ def test_a_tool_is_called_and_answered(client: anthropic.Anthropic, baton: Baton
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
+    ("kind", "error_type", "asked"),
     [
-        (anthropic.BadRequestError, {"extra_body": {"temperature": -1}}),
-        (anthropic.BadRequestError, {"messages": [{"role": "user", "content": "word " * 600}]}),
-        (anthropic.NotFoundError, {"model": "other"}),
-        (anthropic.APIStatusError, {"messages": [{"role": "user", "content": "x" * MAX_BODY_BYTES}]}),
-        (anthropic.AuthenticationError, {"extra_headers": {"Authorization": "Bearer other"}}),
+        (anthropic.BadRequestError, "invalid_request_error", {"extra_body": {"temperature": -1}}),
+        (anthropic.BadRequestError, "invalid_request_error", {"messages": said("word " * 600)}),
+        (anthropic.NotFoundError, "not_found_error", {"model": "other"}),
+        (anthropic.RequestTooLargeError, "request_too_large", {"messages": said("x" * MAX_BODY_BYTES)}),
+        (anthropic.AuthenticationError, "authentication_error", {"extra_headers": {"Authorization": "Bearer other"}}),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_is_of_the_clients_own_class(
-    client: anthropic.Anthropic, kind: type[anthropic.APIStatusError], asked: Any, stream: bool
+    client: anthropic.Anthropic, kind: type[anthropic.APIStatusError], error_type: str, asked: Any, stream: bool
 ) -> None:
     with pytest.raises(kind) as caught:
         client.messages.create(**{**ASKED, "stream": stream, **asked})
-    assert caught.value.type in ("invalid_request_error", "not_found_error", "request_too_large", "authentication_error")
+    assert caught.value.type == error_type
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["error"]["message"]
 

@@ -41,7 +41,7 @@ def instructor() -> Any:
 
 
 @pytest.fixture
-def failure() -> type[Exception]:
+def failure() -> Any:
     """What instructor raises when no answer is an object, or there is none."""
     from instructor.core import InstructorRetryException
 
@@ -92,7 +92,7 @@ def test_anthropics_api(instructor: Any, baton: Baton) -> None:
 
 
 def test_an_answer_that_is_no_object_is_an_error(
-    instructor: Any, failure: type[Exception], client: openai.OpenAI, baton: Baton
+    instructor: Any, failure: Any, client: openai.OpenAI, baton: Baton
 ) -> None:
     baton.says("Paris")
     asks = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
@@ -109,7 +109,7 @@ def test_an_answer_that_is_no_object_is_an_error(
     ],
 )
 def test_an_error_of_the_server_is_told(
-    instructor: Any, failure: type[Exception], client: openai.OpenAI, kind: type[Exception], asked: Any
+    instructor: Any, failure: Any, client: openai.OpenAI, kind: type[Exception], asked: Any
 ) -> None:
     asks = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     with pytest.raises(failure) as caught:

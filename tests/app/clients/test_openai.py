@@ -61,9 +61,7 @@ def test_an_answer_and_its_usage(client: openai.OpenAI, baton: Baton) -> None:
 
 def test_a_stream_and_its_usage(client: openai.OpenAI, baton: Baton) -> None:
     baton.says(TEXT)
-    with client.chat.completions.stream(
-        model=MODEL, messages=PARIS, stream_options={"include_usage": True}
-    ) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=PARIS, stream_options={"include_usage": True}) as stream:
         said = [event.delta for event in stream if event.type == "content.delta"]
         whole = stream.get_final_completion()
     assert len(said) > 1

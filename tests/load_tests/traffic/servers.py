@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 
 
 @contextlib.asynccontextmanager
-async def serving(application: Starlette) -> AsyncIterator[str]:
-    """The URL of an application that listens on loopback until the end of the block."""
+async def serving(application: Callable[..., Any]) -> AsyncIterator[str]:
+    """The URL of an ASGI application that listens on loopback until the end of the block."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="off"))

@@ -86,7 +86,6 @@ class GatedEngine(MockEngine):
     when it computes a prompt that begins with this token. `useless_grammar`: a request with it ends at once in an error
     that says so, as one ends in vLLM whose grammar cannot be used. `script`: the tokens that every answer begins with.
     `role`: of its pool.
-    `role`: of its pool.
     """
 
     def __init__(self, *args: Any, role: Role, **options: Any) -> None:

@@ -117,12 +117,13 @@ def test_an_error_of_the_server_is_told(
     assert isinstance(caught.value.__cause__, kind)
 
 
-async def test_a_stream_that_is_left_ends_its_session(
+async def test_a_stream_whose_client_is_closed_ends_its_session(
     instructor: Any, async_client: openai.AsyncOpenAI, baton: Baton
 ) -> None:
     asks = instructor.from_openai(async_client, mode=instructor.Mode.JSON_SCHEMA)
-    baton.says('{"city": "' + "Paris and " * 20)
+    baton.says('{"city": "' + "Paris and " * 200)
     async with baton.left_async():
         asked = {**ASKED, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
         async with aclosing(asks.chat.completions.create_partial(**asked)) as stream:
             await anext(stream)
+        await async_client.close()  # closing instructor's stream alone leaves that of OpenAI's client to the collector

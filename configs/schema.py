@@ -92,7 +92,9 @@ class MockEngineConfig(Section):
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)
     """The pace of prefill."""
     step_s: float = Field(0.005, ge=0)
-    """The length of every step."""
+    """The length of a step with nothing in it."""
+    sequence_s: float = Field(0.0, ge=0)
+    """What each running answer adds to a step."""
     computes: bool = True
     """False: the engine neither computes nor reads KV, so a step costs hardly any CPU; all tokens are then alike."""
     seed: int = 0

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.view import LiveView
-from deployments.messages import Mode, ReplicaInfo, ReplicaSnapshot, Role, SessionRequest
+from deployments.messages import Mode, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.policy.admission.breakers import Breakers
 from deployments.policy.decider import Decider, OpenSession
 from deployments.policy.placement.field import takes
-from deployments.policy.placement.rebalance import MOST_ATTEMPTS, Looks, candidate
+from deployments.policy.placement.rebalance import MOST_ATTEMPTS, REST_S, Looks, candidate
 from deployments.policy.placement.relief import REST, Relief, Running, choose_moves, room_of, running
 from deployments.step_cost import Coefficients
 
@@ -69,7 +69,7 @@ class Moves:
         answers = [
             (each, _left_tokens(sessions[each.session_id], each))
             for each in running(snapshot)
-            if each.session_id in sessions and _may_move(sessions[each.session_id].request)
+            if each.session_id in sessions and _may_move(sessions[each.session_id], view.now_s)
         ]
         found = candidate(answers)
         if found is None or replica_id not in view.columns.rows:
@@ -99,9 +99,11 @@ class Moves:
         return takes(remainder, target, self._settings.limits)
 
 
-def _may_move(request: SessionRequest) -> bool:
-    """Whether an answer may move for its costs: its KV cache can be handed over, and it has not moved often."""
-    return Mode.DISAGGREGATED in request.allowed and request.attempt < MOST_ATTEMPTS
+def _may_move(session: OpenSession, now_s: float) -> bool:
+    """Whether an answer may move for its costs: its KV can be handed over, and it has not moved often, or just now."""
+    request = session.request
+    rests = request.attempt > 1 and now_s < session.since_s + REST_S
+    return Mode.DISAGGREGATED in request.allowed and request.attempt < MOST_ATTEMPTS and not rests
 
 
 def _left_tokens(session: OpenSession, answer: Running) -> float:

@@ -231,8 +231,9 @@ class MockEngine:
         layers = self._config.num_layers
         write = self._layers_of(work) if self._config.computes else None
         chunks = [chunk for sequence, count in work if (chunk := sequence.chunk(count))]
-        prefill = sum(n for s, n in work if n > 1 or s.computed < s.prompt_tokens)
-        step_s = self._config.step_s + prefill / self._config.prefill_tokens_per_s
+        prompts = [count for sequence, count in work if count > 1 or sequence.computed < sequence.prompt_tokens]
+        step_s = self._config.step_s + sum(prompts) / self._config.prefill_tokens_per_s
+        step_s += (len(work) - len(prompts)) * self._config.sequence_s
         self._connections.channel.begin_step(chunks)
         if not chunks:
             await asyncio.sleep(step_s)

@@ -49,7 +49,7 @@ class Plan:
 
 def steps_of(config: MockEngineConfig) -> Coefficients:
     """What the steps of a mock engine take."""
-    return Coefficients(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, 0.0, 0.0)
+    return Coefficients(config.step_s, 1 / config.prefill_tokens_per_s, 0.0, config.sequence_s, 0.0)
 
 
 class MockScheduler:

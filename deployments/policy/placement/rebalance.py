@@ -3,7 +3,8 @@
 Roles follow the load from request to request, and an answer need not stay where it began. When prompts come to its
 replica, or another replica has nothing to do, the costs of placement (`joint`) say what the rest of the answer costs on
 each replica: to itself, to the answers beside it and to prompts. A move costs the gap that its client sees. A replica
-is looked at once in `LOOK_EVERY_S`, and gives up at most one answer each time. An answer moves at most twice so.
+is looked at once in `LOOK_EVERY_S`, and gives up at most one answer each time. An answer moves at most twice so, and
+stays for `REST_S` where it has come to.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ LOOK_EVERY_S = 1.0
 
 LOOKS_PER_S = 50
 """The most looks at all replicas together in a second: they bound what the session manager spends on them."""
+
+REST_S = 5.0
+"""An answer that has come from another replica stays for so long at least."""
 
 MOST_ATTEMPTS = 3
 """An answer that was placed so often stays where it is."""

@@ -100,7 +100,8 @@ class InProcess:
         )
         plane.on_write = lambda: self.points.reached("writing", replica_id)
         engine.on_point = lambda point: self.points.reached(point, replica_id)
-        identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
+        strict = self._config.pools[pool].strict
+        identity = Identity(replica_id, pool, role, "node", "127.0.0.1", strict=strict)
         self.replicas[replica_id] = Replica(identity, engine, self.manager_port, self._config.placement)
 
     async def _are_ready(self, replica_ids: Collection[str]) -> bool:

@@ -17,6 +17,7 @@ from deployments.policy.decider import Decider, OpenSession
 from deployments.policy.moves import Moves
 from deployments.policy.placement.estimates import Knowledge, Limits
 from deployments.policy.placement.field import PlacementSettings
+from deployments.policy.placement.rebalance import REST_S
 from deployments.policy.placement.split import ANY
 from deployments.step_cost import Coefficients
 
@@ -147,9 +148,9 @@ class Crowded(Stage):
             each: OpenSession(replace(request, session_id=each), Knowledge(output_tokens=400), 0.0) for each in ids
         }
 
-    def rebalance(self) -> tuple[str, ...]:
+    def rebalance(self, now_s: float = 0.0) -> tuple[str, ...]:
         steps = Coefficients(5e-2, 1e-3, 0.0, 2e-2, 0.0)
-        view = self.fleet.live(0.0, {"pool-d0": steps, "pool-d1": steps})
+        view = self.fleet.live(now_s, {"pool-d0": steps, "pool-d1": steps})
         return self.moves.rebalance(self.crowded, self.sessions, view)
 
 
@@ -162,6 +163,13 @@ def test_an_answer_that_has_moved_twice_or_that_another_allocator_placed_stays()
     stage = Crowded()
     stage.sessions.clear()
     assert stage.rebalance() == ()
+
+
+def test_an_answer_that_has_just_come_from_another_replica_stays_for_a_while() -> None:
+    stage = Crowded(attempt=2)
+    assert stage.rebalance(0.9 * REST_S) == ()
+    assert stage.rebalance(1.1 * REST_S) == ("b",)
+    assert Crowded(attempt=1).rebalance() == ("b",), "one that began here does not"
 
 
 def test_an_answer_whose_kv_cache_cannot_be_handed_over_stays() -> None:

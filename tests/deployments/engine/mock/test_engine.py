@@ -92,7 +92,7 @@ def test_prefix_hashes_go_on_where_a_chunk_ended() -> None:
 
 
 async def test_a_step_takes_what_the_configured_pace_says(make_mock: Callable[..., Any], start: Any) -> None:
-    pace = SMALL.model_copy(update={"step_s": 0.01, "prefill_tokens_per_s": 500.0})
+    pace = SMALL.model_copy(update={"step_s": 0.01, "sequence_s": 0.02, "prefill_tokens_per_s": 500.0})
     engine = await start(make_mock(Role.DECODE, pace, max_model_len=64))
     await engine.generate("a", list(range(100, 140)), max_tokens=3)
     steps = [sample for step in engine.steps for sample in step.steps]
@@ -104,7 +104,7 @@ async def test_a_step_takes_what_the_configured_pace_says(make_mock: Callable[..
         (0, 1),
     ]
     for step in steps:
-        assert step.seconds >= 0.99 * (0.01 + step.prefill_tokens / 500.0)
+        assert step.seconds >= 0.99 * (0.01 + step.prefill_tokens / 500.0 + 0.02 * step.decode_sequences)
     await engine.close()
 
 

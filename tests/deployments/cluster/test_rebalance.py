@@ -115,7 +115,7 @@ async def test_an_answer_makes_way_for_a_long_prompt(launch: Callable[..., Any])
     assert (await closed(cluster))["moved"] == sum(len(seen) - 1 for seen in owners.values())
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_an_idle_prefill_replica_takes_answers_over(launch: Callable[..., Any], strict: bool) -> None:
     """It starts when all answers are on the decode replica. A strict one takes none."""
     cluster = await launch(unlike(strict), [LARGE])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from configs.schema import BatonConfig
 from deployments.messages import Admit, Placement, Reject, SessionRequest
+from deployments.policy.placement.split import ANY
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options, configuration, nodes
 from load_tests.simulator.ingress import Allocating, Ingress, Manager, Reports, ingresses
@@ -103,15 +104,9 @@ class Simulation:
         self._ingress(index).open(self._request(str(index), requests[index]))
 
     def _request(self, session_id: str, request: TraceRequest) -> SessionRequest:
-        return SessionRequest(
-            session_id,
-            request.prompt_tokens,
-            request.max_tokens,
-            hashes=request.hashes,
-            priority=class_of(self._classes, request.prompt_tokens).name,
-            client=request.client,
-            chat=True,
-        )
+        asked = (session_id, request.prompt_tokens, request.max_tokens, ANY)
+        priority = class_of(self._classes, request.prompt_tokens).name
+        return SessionRequest(*asked, hashes=request.hashes, priority=priority, client=request.client, chat=True)
 
     def _ingress(self, index: int) -> Ingress:
         return self._ingresses[index % len(self._ingresses)]

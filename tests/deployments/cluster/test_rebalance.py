@@ -100,7 +100,7 @@ async def test_an_answer_makes_way_for_a_long_prompt(launch: Callable[..., Any])
         answers = await asked_in_turn(cluster, prompts[:2], 300)
         answers.append(await cluster.ask(prompts[2], max_tokens=20))
         long = await cluster.placed(answers[2])
-        computes = long["prefill"] or long["decode"]
+        computes: str = long["prefill"] or long["decode"]
         beside = [each.request_id for each in answers[:2] if owners[each.request_id][-1][1] == computes]
         assert len(beside) == 1, "each replica writes one answer"
 

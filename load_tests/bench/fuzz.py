@@ -7,7 +7,8 @@ line of stdout is one JSON object. `python -m load_tests.fuzz SEED NUMBER` print
 just over them, deep and recursive schemas and grammars, many answers, odd text, large bodies. One in eight has a field
 taken away or replaced. Three in a hundred requests have another method, path or body, and three in a hundred clients
 leave. `mock`: the real ingress application (the gateway, vLLM's server, a cluster core) over the real control plane
-with mock engines, in this process. `real`: `configs/cpu.yaml` as `make serve` starts it, asked over HTTP.
+with mock engines, in this process. `real`: `configs/cpu.yaml` as `make serve` starts it, asked over HTTP; with
+`--examples` schemathesis asks it as well, by its OpenAPI document (`document`).
 
 **What is measured.** `cases`. `status_5xx`: answers with such a status or, in a stream, such an error; 503 with
 `no_replica_available` counts as `no_capacity` where a pool has no ready replica, and as a 5xx otherwise. `hung`: no
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20_000, help="over mock engines; 0: leave them out")
     parser.add_argument("--real-cases", type=int, default=0, help="over real engines; 0: leave them out")
+    parser.add_argument(
+        "--examples", type=int, default=0, help="of each operation by schemathesis, over real engines, too"
+    )
     parser.add_argument("--clients", type=int, default=mock.CLIENTS, help="cases in flight")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -50,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.cases:
         runs["mock"] = asyncio.run(mock.run(options.cases, options.seed, options.clients))
     if options.real_cases:
-        runs["real"] = real.run(options.real_cases, options.seed, options.clients)
+        runs["real"] = real.run(options.real_cases, options.seed, options.clients, document_examples=options.examples)
     asked = {"clients": options.clients, "seed": options.seed, "engines": list(runs)}
     print(json.dumps({"benchmark": "fuzz", "conditions": before | asked, **total(list(runs.values())), **runs}))
 

@@ -15,7 +15,8 @@ import httpx
 import yaml
 
 from load_tests.chaos.deck import held
-from load_tests.fuzz.run import Asking
+from load_tests.fuzz import document
+from load_tests.fuzz.run import FAULTS, Asking
 from load_tests.harness.application import ROOT, Application
 
 CONFIG = ROOT / "configs" / "cpu.yaml"
@@ -23,8 +24,13 @@ MARKER = "BATON_FUZZ_RUN"
 WARM_UP_CASES, ANSWERED_S, SETTLE_S, LOOK_S = 60, 300.0, 120.0, 1.0
 
 
-def run(cases: int, seed: int, clients: int, warm_up_cases: int = WARM_UP_CASES) -> dict[str, Any]:
-    """Runs it. Returns `real`, as the benchmark prints it."""
+def run(
+    cases: int, seed: int, clients: int, warm_up_cases: int = WARM_UP_CASES, document_examples: int = 0
+) -> dict[str, Any]:
+    """Runs it. Returns `real`, as the benchmark prints it.
+
+    `document_examples`: of `document.ask`, before what is left is counted; 0: that is left out.
+    """
     serve = yaml.safe_load(CONFIG.read_text())
     serve["applications"][0]["args"]["ingress"] |= {"default_max_tokens": 8, "refusals_per_s": 0}
     marker = uuid.uuid4().hex
@@ -32,12 +38,15 @@ def run(cases: int, seed: int, clients: int, warm_up_cases: int = WARM_UP_CASES)
         application = Application(serve, Path(directory), {MARKER: marker})
         try:
             application.wait()
-            return asyncio.run(_ask(application.url, f"{MARKER}={marker}", cases, seed, clients, warm_up_cases))
+            asked = (cases, seed, clients, warm_up_cases, document_examples)
+            return asyncio.run(_ask(application.url, f"{MARKER}={marker}", *asked))
         finally:
             application.stop()
 
 
-async def _ask(url: str, marker: str, cases: int, seed: int, clients: int, warm_up_cases: int) -> dict[str, Any]:
+async def _ask(
+    url: str, marker: str, cases: int, seed: int, clients: int, warm_up_cases: int, examples: int
+) -> dict[str, Any]:
     limits = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept would count as a descriptor
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
         await Asking(http, -1_000_000 - seed, ANSWERED_S).run(warm_up_cases, clients)
@@ -45,9 +54,15 @@ async def _ask(url: str, marker: str, cases: int, seed: int, clients: int, warm_
             print(f"not settled after the warm-up: {left}", file=sys.stderr, flush=True)
         before, began_s = held(marker), time.monotonic()
         findings = await Asking(http, seed, ANSWERED_S, _tell).run(cases, clients)
+        of_document = await asyncio.to_thread(document.ask, url, examples, seed) if examples else document.Found()
         took_s = time.monotonic() - began_s
         more = await _left(http, marker, before)
     figures = {"engine": "vllm", "seed": seed, **findings.figures(), "leaked": more}
+    if examples:
+        print(*of_document.faults, sep="\n", file=sys.stderr, flush=True)
+        figures["document"] = {"cases": of_document.verdicts.total(), "verdicts": dict(of_document.verdicts)}
+        for figure, name in FAULTS.items():
+            figures[figure] += of_document.verdicts[name]
     return {**figures, "slowest": findings.slowest[:300], "seconds": round(took_s, 1)}
 
 

@@ -25,6 +25,7 @@ PACE = {"step_s": 0.004, "sequence_s": 0.002, "prefill_tokens_per_s": 200.0}
 FIRST, SECOND = "mixed-main-0", "mixed-main-1"
 LONG_PROMPT = 420  # over two seconds
 _random = random.Random(18)
+pytestmark = pytest.mark.slow
 
 
 def prompt(tokens: int) -> list[int]:
@@ -115,7 +116,7 @@ async def test_an_answer_makes_way_for_a_long_prompt(launch: Callable[..., Any])
     assert (await closed(cluster))["moved"] == sum(len(seen) - 1 for seen in owners.values())
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strict", [False, True])
 async def test_an_idle_prefill_replica_takes_answers_over(launch: Callable[..., Any], strict: bool) -> None:
     """It starts when all answers are on the decode replica. A strict one takes none."""
     cluster = await launch(unlike(strict), [LARGE])

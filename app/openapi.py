@@ -63,6 +63,9 @@ _STORED = {
         "delete": "Forget a stored response, and end it where it runs",
     },
     "/v1/responses/{response_id}/cancel": {"post": "End a background response"},
+    "/v1/responses/{response_id}/input_items": {
+        "get": "List what a stored response was made from, in pages: `after`, `limit` and `order`",
+    },
 }
 
 

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 from starlette.responses import StreamingResponse
 
+from app import input_items
 from app.background import Order, Runs
 from app.errors import (
     Answer,
@@ -116,7 +117,7 @@ class StoredResponses:
         response_id, _, action = rest.partition("/")
         if self._store is None and action in _ACTIONS:
             raise StoredResponsesOff(_OFF.format(f"{scope['method']} {scope['path']}"))
-        if self._store is None or action not in ("", "cancel") or not response_id:
+        if self._store is None or action not in _ACTIONS or not response_id:
             return self._app  # it has no such route
         owner = owner_of(scope)
         match scope["method"], action:
@@ -127,6 +128,9 @@ class StoredResponses:
             case "GET" | "HEAD", "":
                 query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
                 return await self._retrieved(self._store, response_id, owner, query)
+            case "GET" | "HEAD", "input_items":
+                query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+                return await self._input_items(self._store, response_id, owner, query)
         raise MethodNotAllowed(f"{scope['path']} does not answer {scope['method']}")
 
     async def _retrieved(self, store: Store, response_id: str, owner: str, query: dict[str, list[str]]) -> ASGIApp:
@@ -142,6 +146,12 @@ class StoredResponses:
         if found is None:
             raise _not_found(response_id)
         return _json(Answer(200, response_from(found)))
+
+    async def _input_items(self, store: Store, response_id: str, owner: str, query: dict[str, list[str]]) -> ASGIApp:
+        found = await store.ask(calls.Get(response_id, owner))
+        if found is None:
+            raise _not_found(response_id)
+        return _json(Answer(200, input_items.page(found, response_id, query)))
 
     async def _cancelled(self, store: Store, response_id: str, owner: str) -> ASGIApp:
         found = await store.ask(calls.Get(response_id, owner))

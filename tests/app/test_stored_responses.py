@@ -221,6 +221,31 @@ async def test_a_tool_call_is_part_of_the_conversation(two: Two) -> None:
     assert "42" in two.b.prompt()
 
 
+async def test_input_items_come_in_pages(two: Two) -> None:
+    first = await two.a.create("Hi")
+    given = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    second = await two.a.create(given, previous_response_id=first.id)
+    of = two.b.of("one").responses.input_items
+    items: list[Any] = [item async for item in of.list(second.id, order="asc", limit=1)]
+    assert [item.role for item in items] == ["user", "assistant", "user", "user"]
+    assert [item.content[0].text for item in items] == ["Hi", first.output_text, "one", "two"]
+    newest = [item.id async for item in of.list(second.id, limit=3)]
+    assert newest == [item.id for item in reversed(items)], "the newest is first, and an id stays"
+    assert len(set(newest)) == 4
+    page = await of.list(second.id, after=items[2].id, order="asc", limit=100)
+    assert ([item.id for item in page.data], page.has_more) == ([items[3].id], False)
+    with pytest.raises(openai.NotFoundError):
+        await two.b.of("two").responses.input_items.list(second.id)
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=nothing"])
+async def test_a_wrong_page_is_refused(two: Two, query: str) -> None:
+    made = await two.a.create("Hi")
+    headers = {"authorization": "Bearer one"}
+    reply = await two.a.http.get(f"/v1/responses/{made.id}/input_items?{query}", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "bad_response_request")
+
+
 async def test_an_empty_answer_can_be_continued(two: Two) -> None:
     before, two.a.core.script = two.a.core.script, two.a.core.script[-1:]
     try:

@@ -354,12 +354,13 @@ async def test_the_document_has_every_route_with_its_headers_and_errors(server: 
     assert document["info"]["title"] == "Baton"
     assert document["info"]["version"][0].isdigit()
     shown = {r.path_format for r in server.inner.routes if isinstance(r, APIRoute) and r.include_in_schema}
-    stored = {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
+    one = "/v1/responses/{response_id}"
+    stored = {one, f"{one}/cancel", f"{one}/input_items"}
     assert document["paths"].keys() == shown | stored | {"/health", "/ready", "/baton/status"}
     for path, item in document["paths"].items():
         for operation in item.values():
             _check_operation(path, operation)
-    assert "503" in document["paths"]["/v1/responses/{response_id}"]["delete"]["responses"]
+    assert "503" in document["paths"][one]["delete"]["responses"]
     messages = document["paths"]["/v1/messages"]["post"]["responses"]
     assert messages.keys() == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
     assert "Retry-After" in messages["429"]["headers"]

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from app.launch.local_ray import LOOPBACK_ONLY
-from load_tests.harness.application import ROOT
 from tests.e2e.adapters import NAMES
 from tests.e2e.client import MODEL, streamed
 from tests.e2e.cluster import Cluster, total
 from tests.e2e.conftest import LONG_ANSWER_TOKENS, questions
+from tests.e2e.mover import Mover, mover_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -26,32 +22,14 @@ MOVE_AFTER = (20, 45, 70)
 
 
 @pytest.fixture(scope="module")
-def mover(baton: Cluster) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.e2e.mover"]
-    variables = os.environ | LOOPBACK_ONLY | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": baton.application.ray_address}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().strip() == "ready"
-            yield process
-        finally:
-            process.kill()
-
-
-def let_go(mover: subprocess.Popen[str], pool: str) -> int:
-    """Have a pool's one replica let all its sessions go; how many those were."""
-    assert mover.stdin is not None
-    assert mover.stdout is not None
-    mover.stdin.write(f"{pool}\n")
-    mover.stdin.flush()
-    return int(mover.stdout.readline())
+def mover(baton: Cluster) -> Iterator[Mover]:
+    with mover_of(baton, "decode-small", "decode-large") as started:
+        yield started
 
 
 @pytest.mark.parametrize("model", [MODEL, NAMES[0]])
 async def test_a_running_session_is_moved_to_and_fro_and_its_answer_is_the_same(
-    baton: Cluster, reference: dict[str, list[int]], mover: subprocess.Popen[str], model: str
+    baton: Cluster, reference: dict[str, list[int]], mover: Mover, model: str
 ) -> None:
     asked, _ = questions()["recovery-long"]
     question = "recovery-long" if model == MODEL else f"{model} recovery-long"
@@ -68,7 +46,7 @@ async def test_a_running_session_is_moved_to_and_fro_and_its_answer_is_the_same(
             pool = before["replicas"][promise["decode"]]["pool"]
             known += len(asked) + len(tokens)
             moves.append(time.monotonic())
-            assert await asyncio.to_thread(let_go, mover, pool) == 1
+            assert await asyncio.to_thread(mover.let_go, pool) == 1
     assert tokens == reference[question]
     after = await asyncio.to_thread(baton.settled)
     closed = [status["sessions"]["closed"].get("moved", 0) for status in (before, after)]

@@ -111,7 +111,7 @@ async def test_an_answer_makes_way_for_a_long_prompt(launch: Callable[..., Any])
         await until(has_gone)
         assert (await cluster.placements())[long["session_id"]]["prefilling"], "while the prompt is computed"
         await whole(launch, prompts, answers)
-    assert all(each > 0.9 * REST_S for each in rests(owners))
+    assert all(each > REST_S / 2 for each in rests(owners))
     await cluster.settle()
     assert (await closed(cluster))["moved"] == sum(len(seen) - 1 for seen in owners.values())
 
@@ -131,7 +131,7 @@ async def test_an_idle_prefill_replica_takes_answers_over(launch: Callable[..., 
     gone = [seen for seen in owners.values() if len(seen) > 1]
     assert [seen[1][1] for seen in gone] == [PREFILL] * len(gone)
     assert bool(gone) is not strict
-    assert all(each > 0.9 * REST_S for each in rests(owners))
+    assert all(each > REST_S / 2 for each in rests(owners))
     await cluster.settle()
     assert (await closed(cluster)).get("moved", 0) == sum(len(seen) - 1 for seen in owners.values())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -44,14 +46,30 @@ def held(marker: str) -> Counter[str]:
 
     The threads of gRPC's pools, under Ray, come and go with its load and do not count.
     """
+    processes = sum(not line.startswith("ray::IDLE") for line in marked(marker).values())
+    kinds = Counter[str]({"processes": processes})
+    for name, count in named(marker).items():
+        kinds[f"{name.split()[0]}s"] += count
+    return kinds
+
+
+def named(marker: str) -> Counter[str]:
+    """The threads and descriptors of the processes that serve, by name; those of gRPC's pools are left out."""
     count = Counter[str]()
     for pid, line in marked(marker).items():
-        count["processes"] += not line.startswith("ray::IDLE")
         if line.startswith(("ray::ServeReplica:baton", "VLLM::")):
-            try:
-                names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
-                count["threads"] += sum(name not in GRPC_POOLS for name in names)
-                count["descriptors"] += len(list(Path(f"/proc/{pid}/fd").iterdir()))
-            except OSError:  # the process has just ended
-                continue
+            whose = line.split(":")[-1].split()[0]
+            with contextlib.suppress(OSError):  # the process has just ended
+                threads = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+                open_now = list(map(_target, Path(f"/proc/{pid}/fd").iterdir()))
+                count.update(f"thread {name} of {whose}" for name in threads if name not in GRPC_POOLS)
+                count.update(f"descriptor {name} of {whose}" for name in open_now)
     return count
+
+
+def _target(descriptor: Path) -> str:
+    """What a descriptor is open for, with N for each number."""
+    try:
+        return re.sub(r"[0-9]+", "N", str(descriptor.readlink()))
+    except FileNotFoundError:
+        return "closed just now"

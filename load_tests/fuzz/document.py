@@ -46,7 +46,7 @@ def ask(url: str, examples: int, seed: int, headers: dict[str, str] | None = Non
     """
     load_all_checks()
     found = Found()
-    document: Any = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
+    document: Any = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers or {})
     for result in document.get_all_operations():
         operation = result.ok()
         for mode in GenerationMode:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import yaml
 
-from load_tests.chaos.deck import held
+from load_tests.chaos.deck import held, named
 from load_tests.fuzz import document
 from load_tests.fuzz.run import FAULTS, Asking
 from load_tests.harness.application import ROOT, Application
@@ -52,11 +52,12 @@ async def _ask(
         await Asking(http, -1_000_000 - seed, ANSWERED_S).run(warm_up_cases, clients)
         if left := await _left(http, marker, Counter()):
             print(f"not settled after the warm-up: {left}", file=sys.stderr, flush=True)
-        before, began_s = held(marker), time.monotonic()
+        before, before_by_name, began_s = held(marker), named(marker), time.monotonic()
         findings = await Asking(http, seed, ANSWERED_S, _tell).run(cases, clients)
         of_document = await asyncio.to_thread(document.ask, url, examples, seed) if examples else document.Found()
         took_s = time.monotonic() - began_s
-        more = await _left(http, marker, before)
+        if more := await _left(http, marker, before):
+            print(f"left: {more}; {dict(named(marker) - before_by_name)}", file=sys.stderr, flush=True)
     figures = {"engine": "vllm", "seed": seed, **findings.figures(), "leaked": more}
     if examples:
         print(*of_document.faults, sep="\n", file=sys.stderr, flush=True)

@@ -200,9 +200,9 @@ def test_200_meetings_leave_both_processes_as_they_were(pair: tuple[Remote, Remo
 
 
 def test_processes_that_come_and_go_leave_nothing(pair: tuple[Remote, Remote]) -> None:
-    """Some close in good order, some are killed."""
+    """Some close in good order, some are killed. What the first left may still have connections that are closing."""
     prefill, _ = pair
-    before: dict[str, int] = {}
+    first: dict[str, int] = {}
     for number in range(4):
         decode, name = Remote(f"flood-decode-{number}"), str(number)
         try:
@@ -214,10 +214,11 @@ def test_processes_that_come_and_go_leave_nothing(pair: tuple[Remote, Remote]) -
             decode.collect()
         prefill.call("keep", [])
         wait_resource(prefill, "prepared", 0)
-        before = before or prefill.call("resources")
-    wait_resource(prefill, "descriptors", before["descriptors"])
-    now = prefill.call("resources")
-    assert now == before
+        first = first or prefill.call("resources")
+    deadline = time.monotonic() + 60
+    while (now := prefill.call("resources")) and any(now[name] > first[name] for name in now):
+        assert time.monotonic() < deadline, (first, now)
+        time.sleep(0.05)
 
 
 def hand_over(prefill: Remote, decode: Remote, name: str) -> None:

@@ -1,0 +1,91 @@
+"""How many answers there are at once, and the memory promised to them: seen, and expected of the arrivals. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from deployments.messages import Role
+from deployments.policy.scaling.inputs import Arrivals, Now, PoolNow
+
+LOOKS = 3
+"""What is seen is the mean of so many looks."""
+SLOWLY = 0.05
+"""The weight of a new look in the ratio between seen and expected."""
+LEAST_RATIO, MOST_RATIO = 0.3, 1.5
+FEWEST = 5.0
+"""Fewer answers than this say nothing of the ratio."""
+
+
+class Answers(NamedTuple):
+    """Answers at once, the tokens that they hold halfway, and those that they are promised at most."""
+
+    answers: float = 0.0
+    held: float = 0.0
+    promised: float = 0.0
+
+    def times(self, factor: float) -> Answers:
+        """All three multiplied."""
+        return Answers(*(factor * each for each in self))
+
+
+class AnswersNow:
+    """The larger of what is seen and what is to be expected of the arrivals, by Little's law.
+
+    The second is early: a replica that has many new answers has their tokens later. It is as good as the predicted
+    lengths, so its usual ratio to what is seen corrects it, while no request waits for memory.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[Answers] = deque(maxlen=LOOKS)
+        self._ratio = 1.0
+
+    def look(self, now: Now, per_s: Mapping[str, Arrivals], prefill_s: float) -> Answers:
+        """The answers of now. `per_s`: what comes in a second, by class. `prefill_s`: mean seconds of a prompt."""
+        here = _seen(now)
+        self._seen.append(here)
+        seen = Answers(*(sum(each) / len(self._seen) for each in zip(*self._seen, strict=True)))
+        expected = _expected(now, per_s, prefill_s, here)
+        if not now.waiting.decode and min(seen.answers, expected.answers) >= FEWEST:
+            ratio = min(max(seen.promised / max(expected.promised, 1.0), LEAST_RATIO), MOST_RATIO)
+            self._ratio += SLOWLY * (ratio - self._ratio)
+        corrected = expected.times(self._ratio)
+        return corrected if corrected.promised > seen.promised else seen
+
+
+def _seen(now: Now) -> Answers:
+    """What is on the replicas, and what waits for memory or a place."""
+    answers = sum(pool.answers for pool in now.pools)
+    held = sum(pool.held for pool in now.pools if pool.role is not Role.PREFILL)
+    promised = sum(pool.promised * pool.block_size for pool in now.pools if pool.role is not Role.PREFILL)
+    waiting = now.waiting.decode
+    share = held / promised if promised else 0.5
+    tokens = now.waiting.decode_tokens
+    return Answers(answers + waiting, held + share * tokens, promised + tokens)
+
+
+def _expected(now: Now, per_s: Mapping[str, Arrivals], prefill_s: float, seen: Answers) -> Answers:
+    token_s = _token_s(now.pools)
+    answers = promised = held = 0.0
+    for each in per_s.values():
+        here = each.output * token_s + each.requests * prefill_s
+        answers += here
+        promised += here * each.held / each.requests
+        held += here * (each.new + each.output / 2) / each.requests
+    if seen.answers:
+        held = max(held, answers * seen.held / seen.answers)
+    return Answers(answers, held, promised)
+
+
+def _token_s(pools: tuple[PoolNow, ...]) -> float:
+    """The mean seconds of a token on the replicas that write answers."""
+    total = weight = 0.0
+    for pool in pools:
+        if pool.role is Role.PREFILL or pool.steps is None:
+            continue
+        replicas = max(1, pool.ready)
+        answers = max(pool.answers, 1.0)
+        total += answers * pool.steps.step_s(0, 0, answers / replicas, pool.held / replicas)
+        weight += answers
+    return total / weight if weight else 0.0

@@ -2,8 +2,8 @@
 
 - `serve`: Ray Serve's default rule, as its source has it. Ongoing requests over `target_ongoing_requests`, their mean
   over 30 s. A larger size comes after 30 s in which it was wanted, a smaller one after 600 s.
-- `dynamo`: NVIDIA Dynamo's throughput-based planner, as its design document has it. Every 60 s, the requests of the last
-  interval times their mean lengths, over the throughput that one replica was profiled to have within the objectives,
+- `dynamo`: NVIDIA Dynamo's throughput-based planner, as its design document has it. Every 60 s, the requests of the
+  last 60 s times their mean lengths, over the throughput that one replica was profiled to have within the objectives,
   with the two correction factors (observed over expected TTFT and ITL). Its profile is the simulator's own truth.
 - `keda`: llm-d's token-aware rules for KEDA, with the defaults of the autoscaler that carries them out. Every 15 s,
   outstanding prompt tokens over what a replica computes in a second for prefill, KV occupancy over 0.8 for decode. What

@@ -1,7 +1,7 @@
 """The plan: how many replicas each pool has, and why. Pure.
 
-`docs/concepts/scaling.md` explains every rule. A plan is a size for each pool, not a step: what starts already is part of
-it, so no replica is asked for twice.
+`docs/concepts/scaling.md` explains every rule. A plan is a size for each pool, not a step: what starts already is part
+of it, so no replica is asked for twice.
 """
 
 from __future__ import annotations

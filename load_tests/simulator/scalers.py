@@ -26,6 +26,10 @@ from load_tests.simulator.elastic import Members, Scaler, Watched
 from load_tests.simulator.metrics import Objectives
 from load_tests.simulator.profiles import Pool
 
+PROMPTS_ONGOING = 2.0
+"""Serve's default of `target_ongoing_requests`, which suits prefill."""
+FULL = 0.7
+
 
 class Fixed:
     """The sizes stay as they are."""
@@ -97,16 +101,21 @@ class Profiled:
         """The time of a prompt alone."""
         return self.prefill.profile.steps.prefill_s(max(1, round(tokens)), 0, self.prefill.limits.batched_tokens)
 
+    @property
+    def answers_ongoing(self) -> float:
+        """A sensible `target_ongoing_requests` for decode: `FULL` of the answers that one replica can write."""
+        return max(1.0, FULL * self._most_answers(self.objectives.tpot_s))
+
     def answer_tokens_per_s(self, tpot_s: float) -> float:
         """A decode replica's throughput at the most answers with that TPOT, which its memory holds."""
-        steps, context = self.decode.profile.steps, self.context_tokens
-        most = min(
-            self.decode.limits.sequences,
-            self.decode.profile.kv_bytes / self.decode.profile.kv_bytes_per_token / context,
-        )
-        answers = (tpot_s - steps.base_s) / (steps.sequence_s + context * steps.context_s)
-        answers = min(max(answers, 1.0), most)
-        return answers / steps.step_s(0, 0, answers, answers * context)
+        answers, context = self._most_answers(tpot_s), self.context_tokens
+        return answers / self.decode.profile.steps.step_s(0, 0, answers, answers * context)
+
+    def _most_answers(self, tpot_s: float) -> float:
+        profile, context = self.decode.profile, self.context_tokens
+        by_memory = profile.kv_bytes / profile.kv_bytes_per_token / context
+        by_time = (tpot_s - profile.steps.base_s) / (profile.steps.sequence_s + context * profile.steps.context_s)
+        return min(max(by_time, 1.0), by_memory, float(self.decode.limits.sequences))
 
 
 class Dynamo:
@@ -202,16 +211,14 @@ class Keda:
         return max(wanted, min(most, target))
 
 
-def scaler(
-    policy: str, config: BatonConfig, profiled: Profiled, names: tuple[str, str], ongoing: Mapping[str, float]
-) -> Scaler:
+def scaler(policy: str, config: BatonConfig, profiled: Profiled, names: tuple[str, str]) -> Scaler:
     """The scaler of that name. `names`: of the prefill and the decode deployment."""
     tokens = profiled.context_tokens
     match policy:
         case "baton":
             return Baton(config)
         case "serve":
-            return Serve(ongoing)
+            return Serve(dict(zip(names, (PROMPTS_ONGOING, profiled.answers_ongoing), strict=True)))
         case "dynamo":
             return Dynamo(profiled, *names)
         case "keda":

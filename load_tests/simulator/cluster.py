@@ -90,6 +90,7 @@ def _pool(pool: Pool, block_tokens: int) -> dict[str, object]:
     return {
         "replicas": pool.replicas,
         "device": pool.profile.device,
+        "strict": pool.strict,
         "engine": {
             "kind": "mock",
             "block_size": block_tokens,
@@ -142,4 +143,5 @@ def _info(replica_id: str, deployment: str, pool: Pool, max_model_len: int, bloc
         chunk_tokens=pool.limits.batched_tokens,
         kv_bytes_per_token=int(pool.profile.kv_bytes_per_token),
         prior=tuple(pool.profile.guess),
+        strict=pool.strict,
     )

@@ -88,13 +88,14 @@ CPU = Profile("cpu", CPU_STEPS, roofline(SMOLLM2, "cpu").coefficients(), 8053063
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Replicas of one kind. `name`: "prefill", or the name of a decode pool."""
+    """Replicas of one kind. `name`: "prefill", or the name of a decode pool. `strict`: as in the configuration."""
 
     name: str
     role: Role
     replicas: int
     profile: Profile
     limits: Limits
+    strict: bool = False
 
     def blocks(self, block_tokens: int) -> int:
         """The number of KV blocks of one replica."""

@@ -203,7 +203,7 @@ class Keda:
         return target if target and abs(wanted / target - 1.0) <= self.TOLERANCE else math.ceil(wanted)
 
     def _stable(self, name: str, wanted: int, target: int, at_s: float) -> int:
-        seen = self._wanted.setdefault(name, deque())
+        seen = self._wanted.setdefault(name, deque([(at_s, target)]))
         seen.append((at_s, wanted))
         while seen[0][0] < at_s - self.DOWN_S:
             seen.popleft()

@@ -55,14 +55,18 @@ class AnswersNow:
 
 
 def _seen(now: Now) -> Answers:
-    """What is on the replicas, and what waits for memory or a place."""
-    answers = sum(pool.answers for pool in now.pools)
-    held = sum(pool.held for pool in now.pools if pool.role is not Role.PREFILL)
-    promised = sum(pool.promised * pool.block_size for pool in now.pools if pool.role is not Role.PREFILL)
-    waiting = now.waiting.decode
-    share = held / promised if promised else 0.5
+    """What is on the replicas, and what waits for memory or a place.
+
+    An answer on a prefill replica is promised as much as one elsewhere.
+    """
+    writing = [pool for pool in now.pools if pool.role is not Role.PREFILL]
+    there = sum(pool.answers for pool in writing)
+    seen = Answers(there, sum(pool.held for pool in writing), sum(pool.promised * pool.block_size for pool in writing))
+    if there >= 1.0:
+        seen = seen.times(sum(pool.answers for pool in now.pools) / there)
+    share = seen.held / seen.promised if seen.promised else 0.5
     tokens = now.waiting.decode_tokens
-    return Answers(answers + waiting, held + share * tokens, promised + tokens)
+    return Answers(seen.answers + now.waiting.decode, seen.held + share * tokens, seen.promised + tokens)
 
 
 def _expected(now: Now, per_s: Mapping[str, Arrivals], prefill_s: float, seen: Answers) -> Answers:

@@ -11,21 +11,25 @@ from collections import deque
 
 LOOK_S = 60.0
 """Two means over so long give the trend."""
-SURE = 2.0
+SURE = 3.0
 """A trend counts where it is over so many standard deviations of counting."""
-MOST = 2.0
+MOST_BY_TREND, MOST_BY_SEASON = 2.0, 4.0
 """The most that the load is expected to grow to within one start, as a multiple."""
 BINS = 144
-"""Parts of a season: ten minutes of a day."""
+"""The most parts of a season: ten minutes of a day."""
 
 
 class Forecast:
-    """The rate of requests, and what it will be. `season_s`: after it, the load repeats; None: only the trend."""
+    """The rate of requests, and what it will be. `season_s`: after it, the load repeats; None: only the trend.
 
-    def __init__(self, season_s: float | None) -> None:
+    `interval_s`: between two looks. A part of a season has two of them at least.
+    """
+
+    def __init__(self, season_s: float | None, interval_s: float) -> None:
         self._season_s = season_s
+        self._bins = min(BINS, int((season_s or 0.0) / (2.0 * interval_s)))
         self._counts: deque[tuple[float, float]] = deque()  # times, and the requests until then
-        self._sums, self._seen = [0.0] * BINS, [0] * BINS
+        self._sums, self._seen = [0.0] * self._bins, [0] * self._bins
         self._last: list[float] | None = None
         self._turn: int | None = None
 
@@ -41,7 +45,8 @@ class Forecast:
 
     def growth(self, at_s: float, ahead_s: float) -> float:
         """The largest load within `ahead_s`, as a multiple of the load now; at least 1."""
-        return min(MOST, max(1.0, self._trend(at_s, ahead_s), self._seasonal(at_s, ahead_s)))
+        trend = min(self._trend(at_s, ahead_s), MOST_BY_TREND)
+        return max(1.0, trend, min(self._seasonal(at_s, ahead_s), MOST_BY_SEASON))
 
     def _trend(self, at_s: float, ahead_s: float) -> float:
         middle = next((look for look in self._counts if look[0] >= at_s - LOOK_S), None)
@@ -58,22 +63,22 @@ class Forecast:
     def _note(self, at_s: float, per_s: float, season_s: float) -> None:
         turn, place = divmod(at_s, season_s)
         if self._turn is not None and turn != self._turn:
-            has_all = sum(count > 0 for count in self._seen) > 0.9 * BINS
+            has_all = sum(count > 0 for count in self._seen) > 0.9 * self._bins
             if has_all:
                 self._last = _smooth([part / max(1, n) for part, n in zip(self._sums, self._seen, strict=True)])
-            self._sums, self._seen = [0.0] * BINS, [0] * BINS
+            self._sums, self._seen = [0.0] * self._bins, [0] * self._bins
         self._turn = int(turn)
-        number = int(place / season_s * BINS)
+        number = int(place / season_s * self._bins)
         self._sums[number] += per_s
         self._seen[number] += 1
 
     def _seasonal(self, at_s: float, ahead_s: float) -> float:
         if self._last is None or self._season_s is None:
             return 1.0
-        here = int(at_s % self._season_s / self._season_s * BINS)
-        bins = max(1, math.ceil(ahead_s / self._season_s * BINS))
-        coming = max(self._last[(here + step) % BINS] for step in range(bins + 1))
-        floor = 0.1 * sum(self._last) / BINS
+        here = int(at_s % self._season_s / self._season_s * self._bins)
+        bins = max(1, math.ceil(ahead_s / self._season_s * self._bins))
+        coming = max(self._last[(here + step) % self._bins] for step in range(bins + 1))
+        floor = 0.1 * sum(self._last) / self._bins
         return coming / max(self._last[here], floor, 1e-9)
 
 

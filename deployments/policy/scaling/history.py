@@ -10,21 +10,21 @@ from deployments.policy.scaling.inputs import NONE, Arrivals, Now
 
 FAST_S, SLOW_S, KIND_S = 15.0, 60.0, 180.0
 """Seconds over which a sudden change shows, over which the rate is taken, and over which the kind of requests is."""
-SURE = 3.0
+SURE = 4.0
 """A change is sudden where the last seconds had so many standard deviations more requests than the minute before."""
 FEWEST = 3
 """So few requests of a class say nothing of its rate: a start would come too late for them."""
-MOST_BURST, SLOWLY = 8.0, 0.03
-"""The most that arrivals may vary by, as a multiple of independent ones; the weight of a new look in that multiple."""
+MOST_BURST, SLOWLY = 8.0, 0.01
+"""The most that two looks count for, as a multiple of independent arrivals; the weight of a new look in it."""
 
 Totals = Mapping[str, Arrivals]
 
 
 class History:
-    """Looks at the totals of all arrivals, and what they say of a second. `burst`: see `predict.Load`."""
+    """Looks at the totals of all arrivals, and what they say of a second."""
 
     def __init__(self) -> None:
-        self.burst = 1.0
+        self._burst = 1.0
         self._looks: deque[tuple[float, Totals]] = deque()
 
     def look(self, now: Now) -> None:
@@ -35,6 +35,11 @@ class History:
         while len(self._looks) > 2 and self._looks[1][0] <= now.at_s - KIND_S:
             self._looks.popleft()
         self._learn_burst()
+
+    @property
+    def burst(self) -> float:
+        """How much more arrivals vary than independent ones, as a multiple; at least 1."""
+        return max(1.0, self._burst)
 
     @property
     def requests_per_s(self) -> float:
@@ -58,6 +63,12 @@ class History:
             if each.requests >= FEWEST
         }
 
+    @property
+    def chance(self) -> float:
+        """How much more may come in a minute by chance alone, as a multiple: three standard deviations of counting."""
+        span_s, slow = self._since(SLOW_S)
+        return 1.0 + 3.0 * math.sqrt(self.burst / max(_count(slow), 1.0)) if span_s > 0.0 else 1.0
+
     def came_within(self, seconds: float) -> bool:
         """Whether any request has come within so many seconds, at most `KIND_S`."""
         return _count(self._since(seconds)[1]) > 0
@@ -80,15 +91,14 @@ class History:
         return count / max(expected, 1.0)
 
     def _learn_burst(self) -> None:
-        span_s, slow = self._since(SLOW_S)
-        if len(self._looks) < 3 or span_s <= 0.0:
+        """Two looks in a row differ by twice the variance of one, and a slow change of the rate adds little to that."""
+        if len(self._looks) < 3:
             return
-        (before_s, before), (at_s, totals) = self._looks[-2], self._looks[-1]
-        expected = _count(slow) / span_s * (at_s - before_s)
-        if expected >= 1.0:
-            seen = (_count(totals) - _count(before) - expected) ** 2 / expected
-            self.burst += SLOWLY * (min(seen, MOST_BURST**2) - self.burst)
-            self.burst = min(max(self.burst, 1.0), MOST_BURST)
+        (_, first), (_, middle), (_, last) = (self._looks[number] for number in (-3, -2, -1))
+        before, now = _count(middle) - _count(first), _count(last) - _count(middle)
+        if before + now >= FEWEST:
+            seen = (now - before) ** 2 / (before + now)
+            self._burst += SLOWLY * (min(seen, MOST_BURST) - self._burst)
 
 
 def _count(totals: Totals) -> float:

@@ -15,7 +15,8 @@ class Arrivals(NamedTuple):
 
     `new`: prompt tokens that no cache has. `context`: the sum, over those tokens, of the tokens before each. `new_2`,
     `cross`, `context_2`: their squares and product, from which the spread of prefill times follows for any engine.
-    `held`: prompt plus longest answer. `output`: the expected answer.
+    `held`: prompt plus longest answer. `output`: the expected answer, 0 where
+    it is not known.
     """
 
     requests: float = 0.0

@@ -52,18 +52,26 @@ class Loads:
         return ClassLoad(known.name, known.rank, known.ttft_s or math.inf, known.tpot_s or math.inf, per_s)
 
     def _divide(self, pools: Pools) -> None:
-        prompts = [sum(pools[name].prefill_load for name in group.names) for group in self._groups]
-        answers = [sum(pools[name].answers for name in group.names) for group in self._groups]
-        roles = [group.role for group in self._groups]
-        for number, group in enumerate(self._groups):
-            prefills = group.role is (Role.PREFILL if Role.PREFILL in roles else Role.MIXED)
-            decodes = group.role is (Role.DECODE if Role.DECODE in roles else Role.MIXED)
-            alike = roles.count(group.role)
-            before = self._shares.get(group, (prefills / alike, decodes / alike))
-            self._shares[group] = (
-                _toward(before[0], prompts[number], sum(prompts)),
-                _toward(before[1], answers[number], sum(answers)),
+        """All prompts are for prefill and mixed pools, and all answers for decode and mixed pools.
+
+        Placement may mix the roles more than that, where it costs less. That is not counted on: with it the sizes
+        would hang on each other, and the pools would wander.
+        """
+        prompts = {
+            g: sum(pools[name].prefill_load for name in g.names) for g in self._groups if g.role is not Role.DECODE
+        }
+        answers = {g: sum(pools[name].answers for name in g.names) for g in self._groups if g.role is not Role.PREFILL}
+        for group in self._groups:
+            before = self._shares.get(
+                group, (_first(group, prompts, Role.PREFILL), _first(group, answers, Role.DECODE))
             )
+            self._shares[group] = _toward(before[0], group, prompts), _toward(before[1], group, answers)
+
+
+def _first(group: Group, parts: Mapping[Group, float], role: Role) -> float:
+    """The share of a group before anything was seen: what has a role of its own for it gets all."""
+    able = [each for each in parts if each.role is role] or list(parts)
+    return 1.0 / len(able) if group in able else 0.0
 
 
 def _backlog(pools: Sequence[PoolNow], load: Load, waiting: Waiting, start_s: float) -> float:
@@ -90,5 +98,8 @@ def _mean_prefill_s(pools: Pools, per_s: Mapping[str, Arrivals]) -> float:
     return prefill_s(able[0].steps, able[0].chunk_tokens, whole)[0] if able and able[0].steps else 0.0
 
 
-def _toward(before: float, part: float, whole: float) -> float:
-    return before if whole < 0.01 else before + SHARE_WEIGHT * (part / whole - before)
+def _toward(before: float, group: Group, parts: Mapping[Group, float]) -> float:
+    whole = sum(parts.values())
+    if group not in parts or whole < 0.01:
+        return before
+    return before + SHARE_WEIGHT * (parts[group] / whole - before)

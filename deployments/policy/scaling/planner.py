@@ -37,7 +37,7 @@ class Planner:
         self._least = {name: bound[0] for name, bound in bounds.items()}
         self._most = {name: bound[1] for name, bound in bounds.items()}
         self._costs = {name: pool.cost for name, pool in config.pools.items()}
-        self._history, self._forecast = History(), Forecast(self._config.season_s)
+        self._history, self._forecast = History(), Forecast(self._config.season_s, self._config.interval_s)
         self._starts, self._loads = Starts(self._config.start_timeout_s), Loads(config, self._groups)
         self._shapes: dict[str, PoolNow] = {}
         self._needs: defaultdict[Group, deque[tuple[float, float]]] = defaultdict(deque)
@@ -83,10 +83,12 @@ class Planner:
         for group in self._groups:
             mine = [pool for pool in now.pools if pool.name in group.names]
             has_started = [self._starts.look(pool, now.at_s) for pool in mine]
-            if any(has_started):
-                self._hold(group, now.at_s)
+            if group not in self._worked_s:  # a manager that has just begun does not know what was needed before
+                self._held_until_s[group] = now.at_s + self._config.shrink_after_s
             if is_asked or any(pool.sessions for pool in mine) or group not in self._worked_s:
                 self._worked_s[group] = now.at_s
+            if any(has_started):
+                self._hold(group, now.at_s)
         return {pool.name: self._shaped(pool) for pool in now.pools}
 
     def _shaped(self, pool: PoolNow) -> PoolNow:
@@ -99,14 +101,16 @@ class Planner:
         return replace(pool, steps=pool.steps or last.steps, blocks=last.blocks, **shape)
 
     def _hold(self, group: Group, at_s: float) -> None:
-        self._held_until_s[group] = at_s + self._config.hold_intervals * self._config.interval_s
+        until_s = at_s + self._config.hold_intervals * self._config.interval_s
+        self._held_until_s[group] = max(until_s, self._held_until_s[group])
 
     # ---- sizes
 
     def _size(self, group: Group, load: Load, draft: Draft) -> float:
-        """Size one group. Returns the part of its load that it can carry at most, up to 1."""
+        """Size one group. Returns the part of its load that its most replicas carry, up to 1."""
         at_s, pools = draft.now.at_s, {name: draft.pools[name] for name in group.names}
         sizing = Sizing(pools, load, self._config.headroom, self._costs, self._most)
+        by_chance = replace(sizing, load=load.grown(self._history.chance))
         blocked = [name for name in group.names if self._starts.is_blocked(name, at_s)]
         base = {name: self._base(pool) for name, pool in pools.items()}
         is_idle = at_s - self._worked_s[group] >= self._config.idle_s
@@ -120,13 +124,14 @@ class Planner:
         if grown != base:
             self._hold(group, at_s)
         elif any(base[name] > least[name] for name in base):
-            self._shrink(group, sizing, base, least, draft)
+            self._shrink(group, by_chance, base, least, draft)
         sizes = {name: draft.targets[name] for name in group.names}
+        most = {name: size if name in blocked else self._most[name] for name, size in sizes.items()}
         draft.predicted.update(sizing.predict(sizes))
         draft.strained(group.names[0], sizing.strain({name: pool.ready for name, pool in pools.items()}))
         for name in blocked:
             draft.reasons[name] += "; a start was given up, so the pool does not grow"
-        return 1.0 if sizing.strain(sizes) <= 1.0 else min(1.0, sizing.units(sizes) / max(need, NEARLY))
+        return min(1.0, 1.0 / max(sizing.strain(most), NEARLY))
 
     def _base(self, pool: PoolNow) -> int:
         """The size of a pool without the starts that are given up, within its bounds."""
@@ -148,13 +153,13 @@ class Planner:
             needs.popleft()
 
     def _shrink(self, group: Group, sizing: Sizing, base: dict[str, int], least: dict[str, int], draft: Draft) -> None:
-        """One replica less, where that was enough for long and, as predicted, still is."""
+        """One replica less, where that was enough for long and still is, with as much more as chance may bring."""
         at_s = draft.now.at_s
         fewer = sizing.one_fewer(base, least)
         needed_s, most = max(self._needs[group], key=lambda need: need[1])
         held_s = self._held_until_s.get(group, at_s) - at_s
         if held_s > 0.0:
-            why = f"it grew lately and is left as it is for {held_s:.0f} s"
+            why = f"it grew lately, or was first seen, and keeps its size for {held_s:.0f} s"
         elif fewer is None:
             why = "one replica less would be too few"
         elif sizing.units(fewer[0]) < most - NEARLY:

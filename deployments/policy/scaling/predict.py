@@ -58,6 +58,10 @@ class Load:
         mine = (self.answers * answers, self.held * answers, self.promised * answers)
         return Load(classes, *mine, self.backlog * prompts, self.burst, self.own_share)
 
+    def grown(self, factor: float) -> Load:
+        """The load where so many times as much comes."""
+        return self.part(factor, factor)
+
     @property
     def tpot_s(self) -> float:
         """The least TPOT objective; infinite without any."""
@@ -89,7 +93,7 @@ def erlang_c(servers: int, load: float) -> float:
 def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predicted:
     """What is expected of `replicas` replicas of this pool under a load. `headroom`: see `ScalingConfig`.
 
-    A pool whose steps are not known yet is expected to do.
+    A pool whose steps are not known yet neither lacks nor spares a replica.
     """
     steps = pool.steps
     if not (load.answers or load.backlog or any(each.per_s.requests for each in load.classes)):
@@ -97,7 +101,7 @@ def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
     if replicas <= 0:
         return Predicted(strain=OVERLOADED, because="it has load and no replica")
     if steps is None:
-        return Predicted(because="its speed is not known yet")
+        return Predicted(strain=1.0, because="its speed is not known yet")
     answers, held = load.answers / replicas, load.held / replicas
     decoding_s = steps.step_s(0, 0, answers, held)
     allowed_s = STEADY * load.tpot_s if load.tpot_s < math.inf else decoding_s / (1.0 - load.own_share)

@@ -75,7 +75,7 @@ class Sizing:
         The pool that gives the least work for its cost is asked first.
         """
         for name in sorted(sizes, key=self._worth):
-            if sizes[name] > least[name] and self.strain(found := {**sizes, name: sizes[name] - 1}) <= 1.0:
+            if sizes[name] > least[name] and self.strain(found := {**sizes, name: sizes[name] - 1}) < 1.0:
                 return found, name
         return None
 

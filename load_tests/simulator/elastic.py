@@ -31,12 +31,14 @@ START_SIGMA = 0.1
 class Elasticity:
     """How a fleet changes. `bounds`: least and most replicas by deployment. `start_s`: the median time of a start.
 
-    `stuck`: by deployment, the replicas beyond which no start ever ends, because the cluster has no room.
+    `count_from_s`: costs and reversals count from then on. `stuck`: by deployment, the replicas beyond which no start
+    ever ends, because the cluster has no room.
     """
 
     interval_s: float = 5.0
     start_s: float = 60.0
     drain_s: float = 30.0
+    count_from_s: float = 0.0
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     stuck: Mapping[str, int] = field(default_factory=dict)
 
@@ -85,7 +87,8 @@ class Scaler(Protocol):
 class Elastic:
     """`result`, and what the replicas cost until the last arrival. `reversals`: changes of direction of any target.
 
-    `sizes`: by deployment, the times of changes and the target from then on.
+    `length_s`: the time that counts, from `count_from_s` to the last arrival. `sizes`: by deployment, the times of
+    changes and the target from then on.
     """
 
     result: Result
@@ -130,17 +133,16 @@ class ElasticSimulation(Simulation):
         """Run until every request is served or refused."""
         self._calendar.at(self._begin_s + self._elasticity.interval_s, self._scale)
         result = self.run()
-        length_s = self._trace.requests[-1].at_s
-        end_s = self._begin_s + length_s
+        length_s = self._trace.requests[-1].at_s - self._elasticity.count_from_s
+        end_s = self._calendar.now_s
         paid_s = sum(
             members.paid_s
-            + sum(max(0.0, end_s - begun_s) for begun_s in members.begun_s.values())
-            + sum(max(0.0, end_s - start.begun_s) for start in members.starting)
+            + sum(self._paid_s(begun_s, end_s) for begun_s in members.begun_s.values())
+            + sum(self._paid_s(start.begun_s, end_s) for start in members.starting)
             for members in self._members.values()
         )
         sizes = {name: tuple(members.targets) for name, members in self._members.items()}
-        first = {name: members.pool.replicas for name, members in self._members.items()}
-        turns = sum(_turns([first[name], *(size for _, size in each)]) for name, each in sizes.items())
+        turns = sum(self._turns(name) for name in sizes)
         return Elastic(result, paid_s / 3600, turns, length_s, sizes)
 
     # ---- what the scaler sees
@@ -189,7 +191,7 @@ class ElasticSimulation(Simulation):
 
     def _cancel(self, members: Members, start: Start) -> None:
         start.is_cancelled = True
-        members.paid_s += self._paid_until(self._calendar.now_s) - self._paid_until(start.begun_s)
+        members.paid_s += self._paid_s(start.begun_s, self._calendar.now_s)
 
     def _started(self, members: Members, start: Start) -> None:
         if start.is_cancelled:
@@ -216,7 +218,7 @@ class ElasticSimulation(Simulation):
         if is_quiet and was_quiet:
             replica_id = replica.info.replica_id
             members.leaving.remove(node)
-            members.paid_s += self._paid_until(now_s) - self._paid_until(members.begun_s.pop(replica_id))
+            members.paid_s += self._paid_s(members.begun_s.pop(replica_id), now_s)
             self._reports.leave(node)
             self._allocator.lost(replica_id, now_s, gone=True)
             return
@@ -225,12 +227,15 @@ class ElasticSimulation(Simulation):
                 self._give_up(replica.info.replica_id, session_id)
         self._calendar.at(now_s + LOOK_S, self._look, members, node, since_s, is_quiet)
 
-    def _paid_until(self, at_s: float) -> float:
-        """A time, at most that of the last arrival: what runs later is not counted."""
-        return min(at_s, self._begin_s + self._trace.requests[-1].at_s)
+    def _paid_s(self, begun_s: float, end_s: float) -> float:
+        """The part of a time that counts: not before `count_from_s`, and not after the last arrival."""
+        from_s, until_s = self._elasticity.count_from_s, self._trace.requests[-1].at_s
+        return max(0.0, min(end_s - self._begin_s, until_s) - max(begun_s - self._begin_s, from_s))
 
-
-def _turns(sizes: Sequence[int]) -> int:
-    """How often a sequence of sizes changes its direction."""
-    steps = [after - before for before, after in pairwise(sizes) if after != before]
-    return sum((before > 0) != (after > 0) for before, after in pairwise(steps))
+    def _turns(self, name: str) -> int:
+        """How often the target of a pool changed its direction."""
+        members, from_s = self._members[name], self._elasticity.count_from_s
+        early = [members.pool.replicas, *(size for at_s, size in members.targets if at_s < from_s)]
+        sizes = [early[-1], *(size for at_s, size in members.targets if at_s >= from_s)]
+        steps = [after - before for before, after in pairwise(sizes) if after != before]
+        return sum((before > 0) != (after > 0) for before, after in pairwise(steps))

@@ -58,7 +58,7 @@ def test_a_wave_runs_once_more_with_its_season() -> None:
 def test_the_planner_follows_a_wave_and_every_rule_runs() -> None:
     ours = perform(Run("wave", "baton", 4.0, scale=0.5, wave_s=240.0, start_s=10.0))
     assert ours["attainment"] > 0.95
-    assert max(ours["most"]) > 2
+    assert ours["sizes"]["decode-main"]
     for policy in ("serve", "dynamo", "keda", "fixed"):
         assert perform(Run("wave", policy, 1.0, scale=0.2))["replica_hours"] > 0
 
@@ -68,4 +68,4 @@ def test_the_planner_follows_a_wave_and_every_rule_runs() -> None:
 def test_real_traces_come_in_their_own_time() -> None:
     found = perform(Run("azure", "baton", 1.0, scale=0.25))
     assert found["requests"] > 0
-    assert 55 < found["length_s"] < 85
+    assert 25 < found["length_s"] < 60

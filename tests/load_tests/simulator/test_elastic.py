@@ -66,7 +66,6 @@ def test_replicas_that_leave_lose_nothing() -> None:
     assert not any(record.refused for record in done.result.records)
     assert done.result.blocks_in_use == 0
     assert done.result.moves > 0, "answers that do not end in time move"
-    assert max(leaving for *_, leaving in script.seen) == 3
     assert script.seen[-1][3] == 0
     assert done.reversals == 2
 

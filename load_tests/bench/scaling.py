@@ -54,7 +54,7 @@ NEARLY = 0.99
 EQUAL, LEVEL = 0.005, 0.001
 MAX_MODEL_LEN = 131_072
 COPIES = {"azure": 8, "mooncake": 4}
-PER_S = 24.0
+PER_S = 20.0
 SLOW_CHAT: Classes = (Objectives("chat", ttft_s=2.5, tpot_s=0.05),)
 """An L40S prefills at a little over a third of an H100's speed: the first token is promised in 2.5 s and not in 1."""
 WARMUP_S = 300.0
@@ -74,7 +74,7 @@ class Run:
     most: int = 60
     start_s: float = 60.0
     season_s: float | None = None
-    wave_s: float = 1200.0
+    wave_s: float = 1800.0
     scale: float = 1.0
     seed: int = 1
 
@@ -243,19 +243,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="ten minutes of a wave, of a smaller fleet")
     parser.add_argument("--traces", type=_names, help=f"of {', '.join(TRACES)}, by comma")
     parser.add_argument("--policies", type=_names, default=POLICIES, help="by comma")
-    parser.add_argument("--minutes", type=float, help="of each trace; default: 40")
+    parser.add_argument("--minutes", type=float, help="of each trace; default: 60")
     parser.add_argument("--scale", type=float, default=1.0, help="of the rates")
     parser.add_argument("--most", type=int, default=60, help="replicas of a pool")
     parser.add_argument("--start-s", type=float, default=60.0, help="seconds that a replica takes to start")
-    parser.add_argument("--season-s", type=float, help="of the wave; default: 1200")
+    parser.add_argument("--season-s", type=float, help="of the wave; default: 1800")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if wrong := set(options.policies) - set(POLICIES):
         parser.error(f"no policy {sorted(wrong)}; there are {', '.join(POLICIES)}")
     options.traces = options.traces or (("wave",) if options.quick else TRACES)
-    options.minutes = options.minutes or (10.0 if options.quick else 40.0)
-    options.season_s = options.season_s or (300.0 if options.quick else 1200.0)
+    options.minutes = options.minutes or (10.0 if options.quick else 60.0)
+    options.season_s = options.season_s or (300.0 if options.quick else 1800.0)
     return options
 
 

@@ -10,7 +10,7 @@ of `--season-s` seconds, from a quarter of the rate to all of it; `bursts` is a 
 15 minutes; `steady` is the same all the time. They run on accelerators like an L40S. `azure` and `mooncake` come in
 their own time, each request several times; Azure's on the same accelerators, Mooncake's on H100.
 
-**Policies.** `baton`: the planner, without a season; `baton_season`: with it, for `wave`. `serve`, `dynamo`, `keda`:
+**Policies.** `baton`: the planner, without a season; `baton_season`: with it, for `wave` and `bursts`. `serve`, `dynamo`, `keda`:
 see `load_tests/simulator/scalers.py`. `fixed`: the sizes stay. They are parts of the largest that Baton came to, from
 125% to 55%. The peak size is the cheapest of those with the highest attainment, within 0.1%.
 
@@ -157,7 +157,8 @@ def _profiled(cluster: Cluster, classes: Classes, trace: Trace) -> Profiled:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The whole benchmark. Raises TraceError when a trace cannot be read."""
-    before, rows = conditions(), []
+    before = conditions()
+    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.processes) as processes:
         moving = [one for one in _runs(options) if one.policy != "fixed"]
         rows += _perform(processes, moving)
@@ -178,8 +179,9 @@ def _runs(options: argparse.Namespace) -> list[Run]:
         one = Run(trace, "", options.minutes, start_s=options.start_s, scale=options.scale, most=options.most)
         one = replace(one, seed=options.seed, wave_s=options.season_s)
         made += [replace(one, policy=policy) for policy in options.policies]
-        if trace == "wave" and "baton" in options.policies:
-            made.append(replace(one, policy="baton_season", season_s=options.season_s))
+        season_s = {"wave": options.season_s, "bursts": waves.EVERY_S}.get(trace)
+        if season_s is not None and "baton" in options.policies:
+            made.append(replace(one, policy="baton_season", season_s=season_s))
     return made
 
 

@@ -10,8 +10,10 @@ from dataclasses import replace
 from load_tests.simulator.synthetic import ANSWERS, BLOCK_TOKENS, PROMPTS
 from load_tests.simulator.traces import HASH_BITS, Trace, TraceRequest
 
-JITTER_S = 20.0
-"""Copies of a request come within so many seconds around it."""
+EVERY_S = 900.0
+"""From one burst to the next."""
+SHIFT_S = 20.0
+"""A copy of a trace comes up to so many seconds later than the trace."""
 
 
 def changing(name: str, per_s: Callable[[float], float], most_per_s: float, length_s: float, seed: int) -> Trace:
@@ -32,7 +34,7 @@ def wave(per_s: float, length_s: float, season_s: float, seed: int) -> Trace:
     return changing("wave", rate, per_s, length_s, seed)
 
 
-def bursts(per_s: float, length_s: float, seed: int, every_s: float = 900.0, lasts_s: float = 180.0) -> Trace:
+def bursts(per_s: float, length_s: float, seed: int, every_s: float = EVERY_S, lasts_s: float = 180.0) -> Trace:
     """A quarter of `per_s`, and all of it for the last `lasts_s` of every `every_s`."""
 
     def rate(at_s: float) -> float:
@@ -47,12 +49,12 @@ def steady(per_s: float, length_s: float, seed: int) -> Trace:
 
 
 def larger(trace: Trace, times: int, length_s: float, seed: int) -> Trace:
-    """The first `length_s` of a trace in its own time, each request `times`: its copies come a little before or after.
+    """The first `length_s` of a trace in its own time, so many `times` at once: each copy comes a little later.
 
     Every copy has its own hashes, so conversations stay as they are.
     """
     rng, first_s, requests = random.Random(seed), trace.requests[0].at_s, []
-    shifts = [0.0] + [rng.uniform(0.0, JITTER_S) for _ in range(times - 1)]
+    shifts = [0.0] + [rng.uniform(0.0, SHIFT_S) for _ in range(times - 1)]
     for request in trace.requests:
         at_s = request.at_s - first_s
         if at_s > length_s:

@@ -97,8 +97,14 @@ class Planner:
         last = self._shapes.get(pool.name)
         if last is None or pool.ready:
             return pool
-        shape = {"block_size": last.block_size, "max_sessions": last.max_sessions, "chunk_tokens": last.chunk_tokens}
-        return replace(pool, steps=pool.steps or last.steps, blocks=last.blocks, **shape)
+        return replace(
+            pool,
+            steps=pool.steps or last.steps,
+            blocks=last.blocks,
+            block_size=last.block_size,
+            max_sessions=last.max_sessions,
+            chunk_tokens=last.chunk_tokens,
+        )
 
     def _hold(self, group: Group, at_s: float) -> None:
         until_s = at_s + self._config.hold_intervals * self._config.interval_s

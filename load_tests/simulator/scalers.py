@@ -6,8 +6,8 @@
   last 60 s times their mean lengths, over the throughput that one replica was profiled to have within the objectives,
   with the two correction factors (observed over expected TTFT and ITL). Its profile is the simulator's own truth.
 - `keda`: llm-d's token-aware rules for KEDA, with the defaults of the autoscaler that carries them out. Every 15 s,
-  outstanding prompt tokens over what a replica computes in a second for prefill, KV occupancy over 0.8 for decode. What
-  waits counts. Starting replicas count as capacity. A smaller size comes when all of 300 s wanted it, and no change
+  outstanding prompt tokens over what a replica computes in half a second for prefill; for decode, KV occupancy over 0.8,
+  or running requests over their target where that is more. What waits counts. Starting replicas count as capacity. A smaller size comes when all of 300 s wanted it, and no change
   within 10%.
 """
 
@@ -164,12 +164,12 @@ class Dynamo:
 
 
 class Keda:
-    """See the module. `tokens_per_s`: what a prefill replica computes."""
+    """See the module. `tokens_per_s`: what a prefill replica computes. `ongoing`: the answers that one shall write."""
 
-    EVERY_S, DOWN_S, FILL, TOLERANCE, QUEUED_S = 15.0, 300.0, 0.8, 0.1, 1.0
+    EVERY_S, DOWN_S, FILL, TOLERANCE, QUEUED_S = 15.0, 300.0, 0.8, 0.1, 0.5
 
-    def __init__(self, tokens_per_s: float) -> None:
-        self._tokens_per_s = tokens_per_s
+    def __init__(self, tokens_per_s: float, ongoing: float) -> None:
+        self._tokens_per_s, self._ongoing = tokens_per_s, ongoing
         self._next_s = 0.0
         self._wanted: dict[str, deque[tuple[float, int]]] = {}
 
@@ -197,7 +197,8 @@ class Keda:
             / max(1, sessions)
             / max(1, members.nodes[0].replica.memory.total if members.nodes else 1)
         )
-        return self._tolerant((fill + waiting) / self.FILL, members.target)
+        running = (sessions + len(queued)) / self._ongoing
+        return self._tolerant(max((fill + waiting) / self.FILL, running), members.target)
 
     def _tolerant(self, wanted: float, target: int) -> int:
         return target if target and abs(wanted / target - 1.0) <= self.TOLERANCE else math.ceil(wanted)
@@ -222,7 +223,7 @@ def scaler(policy: str, config: BatonConfig, profiled: Profiled, names: tuple[st
         case "dynamo":
             return Dynamo(profiled, *names)
         case "keda":
-            return Keda(profiled.prompt_tokens_per_s(tokens))
+            return Keda(profiled.prompt_tokens_per_s(tokens), profiled.answers_ongoing)
         case "fixed":
             return Fixed()
     raise ValueError(f"no scaler {policy!r}")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from configs.schema import BatonConfig, PoolConfig, role_of
 from deployments.messages import Role
 from deployments.policy.scaling.inputs import NONE, PoolNow, Predicted
-from deployments.policy.scaling.predict import STEADY, TINY, Load, predict, prefill_s
+from deployments.policy.scaling.predict import TINY, Load, predict, prefill_s
+from deployments.policy.step_size import STEADY
 
 Sizes = Mapping[str, int]
 

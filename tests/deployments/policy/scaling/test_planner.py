@@ -8,9 +8,10 @@ import json
 
 import pytest
 
-from deployments.messages import StepSample
+from deployments.messages import Role, StepSample
 from deployments.policy.prediction.step_time import StepModel
-from deployments.policy.scaling.inputs import Waiting
+from deployments.policy.scaling.inputs import Now, PoolNow, Waiting
+from deployments.policy.scaling.planner import Planner
 from tests.deployments.policy.scaling.world import DECODE, World, asked, config
 
 SOME = {"chat": asked(20.0)}
@@ -224,7 +225,7 @@ def test_a_season_is_expected_again() -> None:
             world.run(120, MANY)
             world.run(480, SOME)
         sizes[season_s] = world.plans[-1].targets["prefill"]
-    assert sizes[600.0] > sizes[None]  # type: ignore[index]
+    assert sizes[600.0] > sizes[None]
 
 
 def test_the_classes_of_prefill_are_sized_apart() -> None:
@@ -248,10 +249,11 @@ def test_mixed_pools_are_sized_by_the_sum() -> None:
 
 
 def test_without_a_known_speed_a_pool_keeps_its_size() -> None:
-    world = World(config())
-    world.speeds = {"prefill": None, "decode-main": None}  # type: ignore[dict-item]
-    world._answers = lambda *_: {"sessions": 5.0, "answers": 5.0}  # type: ignore[method-assign]
-    world._pool = lambda name, _: dataclasses.replace(  # type: ignore[method-assign]
-        World._pool(World(config()), name, {}), steps=None, sessions=5.0
+    planner = Planner(config())
+    pools = tuple(
+        PoolNow(name, role, 3, 3, sessions=5.0) for name, role in zip(POOLS, (Role.PREFILL, Role.DECODE), strict=True)
     )
-    assert world.run(60, SOME).targets == {"prefill": 1, "decode-main": 1}
+    for number in range(100):
+        plan = planner.plan(Now(5.0 * number, pools, {"chat": asked(100.0 * number)}))
+    assert plan.targets == {"prefill": 3, "decode-main": 3}
+    assert "not known" in plan.predicted["prefill"].because

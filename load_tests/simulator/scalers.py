@@ -5,10 +5,10 @@
 - `dynamo`: NVIDIA Dynamo's throughput-based planner, as its design document has it. Every 60 s, the requests of the
   last 60 s times their mean lengths, over the throughput that one replica was profiled to have within the objectives,
   with the two correction factors (observed over expected TTFT and ITL). Its profile is the simulator's own truth.
-- `keda`: llm-d's token-aware rules for KEDA, with the defaults of the autoscaler that carries them out. Every 15 s,
-  outstanding prompt tokens over what a replica computes in half a second for prefill; for decode, KV occupancy over 0.8,
-  or running requests over their target where that is more. What waits counts. Starting replicas count as capacity. A smaller size comes when all of 300 s wanted it, and no change
-  within 10%.
+- `keda`: llm-d's rules for KEDA, with the defaults of the autoscaler that carries them out. Every 15 s, outstanding
+  prompt tokens over what a replica computes in half a second for prefill. For decode, KV occupancy over 0.8, or running
+  requests over their target where that is more. What waits counts. Starting replicas count as capacity. A smaller size
+  comes when all of 300 s wanted it, and no change within 10%.
 """
 
 from __future__ import annotations

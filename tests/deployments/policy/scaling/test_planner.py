@@ -251,7 +251,8 @@ def test_mixed_pools_are_sized_by_the_sum() -> None:
 def test_without_a_known_speed_a_pool_keeps_its_size() -> None:
     planner = Planner(config())
     pools = tuple(
-        PoolNow(name, role, 3, 3, sessions=5.0) for name, role in zip(POOLS, (Role.PREFILL, Role.DECODE), strict=True)
+        PoolNow(name, role, 3, 3, sessions=5.0, answers=5.0)
+        for name, role in zip(POOLS, (Role.PREFILL, Role.DECODE), strict=True)
     )
     for number in range(100):
         plan = planner.plan(Now(5.0 * number, pools, {"chat": asked(100.0 * number)}))

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from deployments.messages import Role
-from deployments.policy.scaling.inputs import Arrivals, Now, PoolNow
+from deployments.policy.scaling.inputs import Arrivals, Now, PoolNow, Waiting
 
-LOOKS = 3
-"""What is seen is the mean of so many looks."""
+LOOKS = 12
+"""What is seen is the mean of so many looks: the number of answers goes up and down by chance."""
 SLOWLY = 0.05
 """The weight of a new look in the ratio between seen and expected."""
 LEAST_RATIO, MOST_RATIO = 0.3, 1.5
@@ -31,7 +31,7 @@ class Answers(NamedTuple):
 
 
 class AnswersNow:
-    """The larger of what is seen and what is to be expected of the arrivals, by Little's law.
+    """What is seen, or what is to be expected of the arrivals by Little's law, where that is clearly more.
 
     The second is early: a replica that has many new answers has their tokens later. It is as good as the predicted
     lengths, so its usual ratio to what is seen corrects it, while no request waits for memory.
@@ -39,38 +39,50 @@ class AnswersNow:
 
     def __init__(self) -> None:
         self._seen: deque[Answers] = deque(maxlen=LOOKS)
+        self._tokens_s: deque[float] = deque(maxlen=LOOKS)
         self._ratio = 1.0
 
-    def look(self, now: Now, per_s: Mapping[str, Arrivals], prefill_s: float) -> Answers:
-        """The answers of now. `per_s`: what comes in a second, by class. `prefill_s`: mean seconds of a prompt."""
+    @property
+    def token_s(self) -> float:
+        """How long a token took in those looks."""
+        return sum(self._tokens_s) / max(1, len(self._tokens_s))
+
+    def look(self, now: Now, per_s: Mapping[str, Arrivals], prefill_s: float, chance: float) -> Answers:
+        """The answers of now.
+
+        `per_s`: what comes in a second, by class. `prefill_s`: mean seconds of a prompt. `chance`: see `History`.
+        """
         here = _seen(now)
         self._seen.append(here)
+        self._tokens_s.append(_token_s(now.pools))
         seen = Answers(*(sum(each) / len(self._seen) for each in zip(*self._seen, strict=True)))
-        expected = _expected(now, per_s, prefill_s, here)
+        seen = _with_waiting(seen, now.waiting)
+        expected = _expected(self.token_s, per_s, prefill_s, here)
         if not now.waiting.decode and min(seen.answers, expected.answers) >= FEWEST:
             ratio = min(max(seen.promised / max(expected.promised, 1.0), LEAST_RATIO), MOST_RATIO)
             self._ratio += SLOWLY * (ratio - self._ratio)
         corrected = expected.times(self._ratio)
-        return corrected if corrected.promised > seen.promised else seen
+        return corrected if corrected.promised > chance * seen.promised else seen
 
 
 def _seen(now: Now) -> Answers:
-    """What is on the replicas, and what waits for memory or a place.
-
-    An answer on a prefill replica is promised as much as one elsewhere.
-    """
+    """What is on the replicas. An answer on a prefill replica is promised as much as one elsewhere."""
     writing = [pool for pool in now.pools if pool.role is not Role.PREFILL]
     there = sum(pool.answers for pool in writing)
     seen = Answers(there, sum(pool.held for pool in writing), sum(pool.promised * pool.block_size for pool in writing))
     if there >= 1.0:
         seen = seen.times(sum(pool.answers for pool in now.pools) / there)
+    return seen
+
+
+def _with_waiting(seen: Answers, waiting: Waiting) -> Answers:
+    """With what waits for memory or a place now."""
     share = seen.held / seen.promised if seen.promised else 0.5
-    tokens = now.waiting.decode_tokens
-    return Answers(seen.answers + now.waiting.decode, seen.held + share * tokens, seen.promised + tokens)
+    tokens = waiting.decode_tokens
+    return Answers(seen.answers + waiting.decode, seen.held + share * tokens, seen.promised + tokens)
 
 
-def _expected(now: Now, per_s: Mapping[str, Arrivals], prefill_s: float, seen: Answers) -> Answers:
-    token_s = _token_s(now.pools)
+def _expected(token_s: float, per_s: Mapping[str, Arrivals], prefill_s: float, seen: Answers) -> Answers:
     answers = promised = held = 0.0
     for each in per_s.values():
         here = each.output * token_s + each.requests * prefill_s

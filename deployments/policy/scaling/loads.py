@@ -37,8 +37,9 @@ class Loads:
         per_s = history.per_s()
         self._divide(pools)
         classes = tuple(self._class(name, each.times(growth)) for name, each in per_s.items())
-        answers = self._answers.look(now, per_s, _mean_prefill_s(pools, per_s)).times(growth)
+        answers = self._answers.look(now, per_s, _mean_prefill_s(pools, per_s), history.chance).times(growth)
         whole = Load(classes, *answers, burst=history.burst, own_share=self._own_share)
+        whole = replace(whole, token_s=self._answers.token_s)
         found = {}
         for group in self._groups:
             load = whole.part(*self._shares[group])

@@ -39,7 +39,8 @@ class ClassLoad:
 class Load:
     """What a pool is asked for. `burst`: how much more arrivals vary than independent ones, as a multiple.
 
-    `answers` at once, the tokens that they hold halfway (`held`), and those that are `promised` to them at most.
+    `answers` at once, the tokens that they hold halfway (`held`), and those that are `promised` to them at most, while
+    a token takes `token_s`; 0: not known.
     `backlog`: prompts of earlier seconds that will be there when a start would be over, in replicas that they keep busy
     until the next one. `own_share`: the share of a step that prompts get beside answers without an objective.
     """
@@ -51,12 +52,13 @@ class Load:
     backlog: float = 0.0
     burst: float = 1.0
     own_share: float = 0.75
+    token_s: float = 0.0
 
     def part(self, prompts: float, answers: float) -> Load:
         """The load of one of several pools: its shares of the prompts and of the answers."""
         classes = tuple(replace(each, per_s=each.per_s.times(prompts)) for each in self.classes)
         mine = (self.answers * answers, self.held * answers, self.promised * answers)
-        return Load(classes, *mine, self.backlog * prompts, self.burst, self.own_share)
+        return Load(classes, *mine, self.backlog * prompts, self.burst, self.own_share, self.token_s)
 
     def grown(self, factor: float) -> Load:
         """The load where so many times as much comes."""
@@ -102,6 +104,8 @@ def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
         return Predicted(strain=OVERLOADED, because="it has load and no replica")
     if steps is None:
         return Predicted(strain=1.0, because="its speed is not known yet")
+    if (load := _settled(steps, load, replicas)).answers == math.inf:
+        return Predicted(strain=OVERLOADED, because="its tokens would come ever more slowly")
     answers, held = load.answers / replicas, load.held / replicas
     decoding_s = steps.step_s(0, 0, answers, held)
     allowed_s = STEADY * load.tpot_s if load.tpot_s < math.inf else decoding_s / (1.0 - load.own_share)
@@ -115,6 +119,19 @@ def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
     worst = max(found, key=lambda each: each.strain)
     fill, tpot_s, ttft_s = (max(getattr(each, name) for each in found) for name in ("fill", "tpot_s", "ttft_s"))
     return Predicted(fill, busy, tpot_s, ttft_s, min(worst.strain, OVERLOADED), worst.because)
+
+
+def _settled(steps: Coefficients, load: Load, replicas: int) -> Load:
+    """The load once this size has shown: where tokens take longer, answers take longer, and there are more at once.
+
+    With `a` answers a token takes `base + each * a / replicas`, and by Little's law `a` grows in proportion to that.
+    """
+    if not load.token_s or not load.answers:
+        return load
+    each_s = (steps.sequence_s + load.held / load.answers * steps.context_s) * load.answers / replicas
+    if each_s >= load.token_s:
+        return replace(load, answers=math.inf)
+    return load.part(1.0, steps.base_s / (load.token_s - each_s))
 
 
 def _busy(pool: PoolNow, load: Load) -> float:

@@ -25,7 +25,7 @@ def test_pools_follow_four_times_the_load_and_back() -> None:
     large = world.run(300, MANY).targets
     again = world.run(1200, SOME).targets
     assert all(large[name] >= 2 * small[name] for name in POOLS)
-    assert again == small
+    assert all(again[name] <= small[name] + 1 for name in POOLS)
     assert all(plan.reasons[name].startswith(f"{plan.targets[name]}:") for plan in world.plans[-1:] for name in POOLS)
 
 

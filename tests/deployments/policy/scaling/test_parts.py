@@ -91,7 +91,7 @@ def test_without_objectives_only_the_load_counts() -> None:
 
 
 def test_fewer_replicas_make_answers_longer_and_so_more_at_once() -> None:
-    """100 answers on two replicas, where a token takes 32 ms. On one, each of them would run for longer."""
+    """100 answers on two replicas, where a token takes 31 ms. On one, each of them would run for longer."""
     token_s = DECODE.step_s(0, 0, 50, 25_000)
     load = Load((chat(1.0),), answers=100, held=50_000, promised=100_000, token_s=token_s)
     same, fewer = (predict(pool(Role.DECODE), load, replicas, 0.85) for replicas in (2, 1))

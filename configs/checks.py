@@ -53,6 +53,7 @@ def check_application(config: BatonConfig) -> None:
     _check_roles(config)
     _check_engines(config)
     _check_classes(config)
+    _check_scaling(config)
     adapters = config.lora.adapters if config.lora else ()
     if config.model.name in {adapter.name for adapter in adapters}:
         raise ValueError(f"lora.adapters: {config.model.name!r} is the model's own name")
@@ -116,6 +117,42 @@ def _check_classes(config: BatonConfig) -> None:
         decoding = [*config.decode.values(), *config.mixed.values()]
         if not any(not pool.classes or name in pool.classes for pool in decoding):
             raise ValueError(f"no decode or mixed pool serves class {name!r}")
+
+
+def bounds_of(pool: PoolConfig) -> tuple[int, int, int]:
+    """The least, the most and the first number of a pool's replicas, with Serve's names and defaults."""
+    if pool.autoscaling is None:
+        fixed = pool.replicas or 1
+        return fixed, fixed, fixed
+    least = pool.autoscaling.get("min_replicas", 1)
+    most = pool.autoscaling.get("max_replicas", 1)
+    first = pool.autoscaling.get("initial_replicas")
+    return least, most, least if first is None else first
+
+
+def _check_scaling(config: BatonConfig) -> None:
+    """Check that a plan can be made: pools that may change, sound bounds, a budget for the least sizes."""
+    scaling = config.scaling
+    if scaling is None:
+        return
+    pools = config.pools
+    if not any(pool.autoscaling for pool in pools.values()):
+        raise ValueError("scaling: no pool has `autoscaling`, so there is nothing to scale")
+    for name, pool in pools.items():
+        least, most, first = bounds_of(pool)
+        is_whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (least, most, first))
+        if not is_whole or not 0 <= least <= first <= most or most < 1:
+            raise ValueError(
+                f"{name}: autoscaling needs 0 <= min_replicas <= initial_replicas <= max_replicas, not "
+                f"{least}, {first}, {most}"
+            )
+    cost = sum(pool.cost * bounds_of(pool)[0] for pool in pools.values())
+    if scaling.max_cost_per_hour is not None and cost > scaling.max_cost_per_hour:
+        raise ValueError(
+            f"scaling.max_cost_per_hour {scaling.max_cost_per_hour:g} is less than what the least sizes cost, {cost:g}"
+        )
+    if scaling.season_s is not None and scaling.season_s < 20 * scaling.interval_s:
+        raise ValueError("scaling.season_s is under 20 times scaling.interval_s: so short a season cannot be learned")
 
 
 def _check_vllm(pool: str, engine: VllmEngineConfig, max_model_len: int) -> None:

@@ -33,6 +33,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.StoredResponsesConfig: "`ingress.stored_responses`",
     schema.LoraConfig: "`lora`",
     schema.AdapterConfig: "each entry of `lora.adapters`",
+    schema.ScalingConfig: "`scaling`",
 }
 """Every section of the schema, in the order of the page, with its heading."""
 
@@ -51,11 +52,13 @@ UNITS = {
     "_requests": "requests",
     "_queued": "requests",
     "_attempts": "placements",
+    "_intervals": "plans",
     "_cpus": "CPUs",
     "_gpus": "GPUs",
     "_threads": "threads",
     "_utilization": "share",
     "_share": "share",
+    "headroom": "share",
     "block_size": "tokens",
     "parallel_size": "workers",
     "replicas": "replicas",

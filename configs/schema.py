@@ -120,7 +120,9 @@ class PoolConfig(Section):
     replicas: int | None = Field(None, gt=0)
     """A fixed number of replicas; null: 1, unless `autoscaling` is set."""
     autoscaling: dict[str, Any] | None = None
-    """Ray Serve's `autoscaling_config`, instead of `replicas`."""
+    """Ray Serve's `autoscaling_config`, instead of `replicas`. With `scaling`, only its bounds count."""
+    cost: float = Field(1.0, gt=0)
+    """What one replica costs in an hour, in any unit that is the same in every pool, for `scaling`."""
     surge_percent: int = Field(25, ge=0, le=100)
     """Extra replicas during an update, rounded up; 0: an old replica stops before its successor starts."""
     resources: ResourcesConfig = ResourcesConfig()
@@ -359,6 +361,32 @@ class IngressConfig(Section):
         return self.replicas or (1 if cores < 4 else min(8, max(2, cores // 8)))
 
 
+class ScalingConfig(Section):
+    """One plan for the sizes of all pools that have `autoscaling`, within its `min_replicas` and `max_replicas`. Pools
+    with `replicas` stay as they are."""
+
+    interval_s: float = Field(5.0, gt=0)
+    """Seconds from one plan to the next."""
+    dry_run: bool = False
+    """True: plans are made and explained, and nothing is changed."""
+    headroom: float = Field(0.85, gt=0, le=1)
+    """The share of an objective, and of KV memory, that a predicted value may take. Less means more replicas."""
+    shrink_after_s: float = Field(180.0, ge=0)
+    """Seconds for which fewer replicas must have been enough before one stops; twice a measured start, where that is
+    longer."""
+    hold_intervals: int = Field(3, ge=0)
+    """Plans for which a pool keeps its size after it grew, or after a replica of it became ready."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds after which a start is given up, and its pool asks for no other one for as long."""
+    idle_s: float = Field(300.0, gt=0)
+    """Seconds without a request after which a pool with `min_replicas: 0` has no replica."""
+    season_s: float | None = Field(None, gt=0)
+    """Seconds after which the load repeats, such as 86400 for a day: what was seen then is expected again. null: only
+    the trend of the last minutes is."""
+    max_cost_per_hour: float | None = Field(None, gt=0)
+    """The most that all pools may cost in an hour, by their `cost`; null: no limit."""
+
+
 class BatonConfig(Section):
     """A whole application. At least one pool decodes: `mixed` pools alone, or a prefill pool and `decode` pools."""
 
@@ -378,6 +406,9 @@ class BatonConfig(Section):
     """The HTTP side."""
     lora: LoraConfig | None = None
     """LoRA adapters; null: none can be served."""
+    scaling: ScalingConfig | None = None
+    """One plan for the sizes of all pools that have `autoscaling`, even as `{}`; null: each pool scales by Serve's
+    rules."""
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

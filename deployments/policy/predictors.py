@@ -13,6 +13,7 @@ from deployments.policy.prediction.adapters import AdapterIndex
 from deployments.policy.prediction.answer_length import LengthPredictor
 from deployments.policy.prediction.prefix_index import PrefixIndex
 from deployments.policy.prediction.step_time import StepModel
+from deployments.policy.scaling.demand import Demand
 from deployments.step_cost import Coefficients
 
 TRUSTED_STEPS = 64
@@ -27,8 +28,8 @@ AFFINITIES = 65_536
 
 
 class Predictors:
-    """The prefix index, the replicas' adapters, the length of answers, the time of steps, and the replicas of each
-    affinity key.
+    """The prefix index, the replicas' adapters, the length of answers, the demand, the time of steps, and the replicas
+    of each affinity key.
 
     `link_bytes_per_s`: between two replicas; 0 where it is not known. `models`: by pool. The model of a pool starts
     from what its first replica reports of its hardware.
@@ -36,9 +37,10 @@ class Predictors:
 
     def __init__(self, link_bytes_per_s: float) -> None:
         self.index, self.adapters = PrefixIndex(), AdapterIndex()
-        self.lengths = LengthPredictor()
+        self.lengths, self.demand = LengthPredictor(), Demand()
         self.models: dict[str, StepModel] = {}
         self._link_bytes_per_s = link_bytes_per_s
+        self._block_tokens = 0
         self._coefficients: dict[str, Coefficients] = {}
         self._learned_s = -LEARN_EVERY_S
         self._affinities: OrderedDict[str, frozenset[str]] = OrderedDict()
@@ -47,8 +49,10 @@ class Predictors:
     def knowledge(self, request: SessionRequest) -> Knowledge:
         """What is known of a request now. The prediction of its length is remembered, to be judged at its end."""
         length = self.lengths.predict(request)
+        hits = self.index.hits(request.hashes) if request.hashes else {}
+        self.demand.came(request, max(hits.values(), default=0) * self._block_tokens, length.mean)
         return Knowledge(
-            hits=self.index.hits(request.hashes) if request.hashes else {},
+            hits=hits,
             output_tokens=length.mean,
             trusted=frozenset(pool for pool, model in self.models.items() if model.count >= TRUSTED_STEPS),
             pinned=self._affinities.get(request.affinity, frozenset()) if request.affinity else frozenset(),
@@ -64,6 +68,7 @@ class Predictors:
 
     def learn_steps(self, info: ReplicaInfo, steps: Sequence[StepSample]) -> None:
         """Learn from the steps that a replica reports. A pool has coefficients once they are more than a guess."""
+        self._block_tokens = info.block_size  # the same in every pool
         model = self.models.get(info.pool)
         if model is None:
             model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else UNKNOWN)

@@ -196,6 +196,10 @@ class WaitingRoom:
         own = self._queues[mine.name].line.ahead_of(request.client)
         return before + own + sum(line.due_within(now_s, target_s) for line in others)
 
+    def requests(self) -> Iterator[SessionRequest]:
+        """The requests that wait, in the order of their arrival."""
+        return (waiter.request for waiter in self._waiters.values())
+
     def queued(self) -> dict[str, int]:
         """The number of waiting requests, by class."""
         return {name: len(queue.line) for name, queue in self._queues.items()}

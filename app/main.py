@@ -12,12 +12,13 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from app.ingress import Ingress
+from configs.checks import bounds_of
 from configs.schema import BatonConfig, PoolConfig, StoredResponsesConfig
 from deployments.engine.build import environment, offline
 from deployments.replica.drain import STOP_S
 from deployments.serve.manager import ServeSessionManager
 from deployments.serve.replica import ServeReplica
-from deployments.serve.scaling import POLICY
+from deployments.serve.scaling import MANAGER, POLICY, manager_scaling, pool_scaling
 from deployments.serve.stored import ServeResponseStore
 
 NO_LIMIT = 100_000  # admission limits sessions, so Serve must never queue or refuse a placed one
@@ -33,12 +34,13 @@ def build(config: BatonConfig) -> Application:
     arguments = config.model_dump(mode="json")
     manager = serve.deployment(
         ServeSessionManager,
-        name="session-manager",
+        name=MANAGER,
         max_ongoing_requests=NO_LIMIT,
         max_surge_percent=ONE_MORE,
         ray_actor_options={"num_cpus": 0.1},
         health_check_period_s=1,  # only this check finds a dead manager, and there is one manager
         health_check_timeout_s=10,
+        autoscaling_config=manager_scaling(config.scaling.interval_s) if config.scaling else None,
     ).bind(config)
     stored = config.ingress.stored_responses
     store = None if stored is None else _store(stored)
@@ -87,7 +89,9 @@ def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]
     if unknown := (pool.autoscaling or {}).keys() - AutoscalingConfig.model_fields.keys():
         raise ValueError(f"{name}: Serve's autoscaling has no {sorted(unknown)}")
     size: dict[str, Any] = {"num_replicas": pool.replicas or 1}
-    if pool.autoscaling:
+    if pool.autoscaling and config.scaling:
+        size = {"autoscaling_config": pool_scaling(*bounds_of(pool))}
+    elif pool.autoscaling:
         size = {"autoscaling_config": {"policy": POLICY, **pool.autoscaling}}
     return {
         **size,

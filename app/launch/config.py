@@ -17,6 +17,9 @@ from app.launch.ports import RayPorts
 from configs.schema import BatonConfig
 from deployments.replica.drain import STOP_S
 
+PLANNED = "deployments.serve.scaling:planned"
+"""The application's `autoscaling_policy` that carries a plan out. The launcher does not import ray, which it needs."""
+
 
 class LaunchError(Exception):
     """The reason why nothing is being served."""
@@ -33,7 +36,7 @@ def load_config(path: Path, port: int | None) -> dict[str, Any]:
     applications = config.get("applications") if isinstance(config, dict) else None
     if not isinstance(applications, list) or len(applications) != 1:
         raise LaunchError(f"{path} must hold exactly one entry under `applications`")
-    model_of(config, path)
+    _check_policy(config["applications"][0], model_of(config, path), path)
     http = {"host": "127.0.0.1", "port": 8000} | (config.get("http_options") or {})
     effective: dict[str, Any] = config | {"http_options": http | ({"port": port} if port else {})}
     return effective
@@ -45,6 +48,22 @@ def model_of(config: Mapping[str, Any], path: Path | None = None) -> BatonConfig
         return BatonConfig.model_validate(config["applications"][0].get("args") or {})
     except ValidationError as error:
         raise LaunchError(f"{path or 'the configuration'} is not valid:\n{error}") from error
+
+
+def _check_policy(application: Mapping[str, Any], baton: BatonConfig, path: Path) -> None:
+    """Serve carries a plan out only where the application says so, and then only a plan. No code can say it."""
+    policy = application.get("autoscaling_policy")
+    says_so = isinstance(policy, Mapping) and policy.get("policy_function") == PLANNED
+    if baton.scaling is not None and not says_so:
+        raise LaunchError(
+            f"{path} has `scaling`, so its application needs, beside `args`:\n"
+            f"    autoscaling_policy: {{policy_function: {PLANNED}}}"
+        )
+    if baton.scaling is None and says_so:
+        raise LaunchError(
+            f"{path} has the `autoscaling_policy` {PLANNED}, which needs `scaling` in `args`, even as `{{}}`: without it "
+            "no pool would scale"
+        )
 
 
 def cpus_needed(baton: BatonConfig) -> int:

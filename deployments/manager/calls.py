@@ -115,12 +115,15 @@ class Report(Call[ReportAnswer], frozen=True, tag=True):
 class Ready(Call[dict[str, Any]], frozen=True, tag=True):
     """Ask whether every pool of the configuration has a replica to place on, and for every replica's phase.
 
+    A pool that may scale to zero counts as ready without one.
+
     `{"ready", "pools": {name: {"ready", "replicas": {id: {"phase", "age_s", "fresh", "load"}}}}}`
     """
 
 
 class Status(Call[dict[str, Any]], frozen=True, tag=True):
-    """Ask for all that the manager knows: what `Ready` says, sessions, promises, the queue, predictions, replicas.
+    """Ask for all that the manager knows: what `Ready` says, sessions, promises, the queue, predictions, replicas, and
+    the plan of `scaling`.
 
     Counts begin when the manager does.
     """

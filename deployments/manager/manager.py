@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import assert_never, cast
 
+from configs.checks import bounds_of
 from configs.schema import BatonConfig
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.row import reservable
@@ -37,6 +38,7 @@ from deployments.manager.calls import (
     View,
     Withdraw,
 )
+from deployments.manager.scaling import Scaling
 from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
@@ -69,7 +71,8 @@ class SessionManager:
 
     `clock`: seconds, monotonic. `rng`: decides between equals. `listen_s`: seconds from the first call on in which the
     manager only listens. So a restarted manager knows the fleet and what runs on it before it places anything. All
-    methods run on one event loop.
+    methods run on one event loop. `scaling`: makes no plan until its owner runs it; None where the configuration has
+    none.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class SessionManager:
         self._waiting: dict[str, asyncio.Future[Admit | Reject]] = {}
         self._retires = False
         self._counts = status.Counts()
+        self._may_be_empty = frozenset(name for name, pool in config.pools.items() if bounds_of(pool)[0] == 0)
+        self.scaling = Scaling(config, config.scaling, self._allocator, clock) if config.scaling else None
         self._adapters = LoadedAdapters()
 
     async def ask(self, call: Call[A]) -> A:
@@ -118,9 +123,9 @@ class SessionManager:
             case View(after_s):
                 return await self._view(after_s)
             case Ready():
-                return status.ready(self._allocator, now_s)
+                return status.ready(self._allocator, now_s, self._may_be_empty)
             case Status():
-                return status.status(self._allocator, self._counts, now_s)
+                return status.status(self._allocator, self._counts, now_s, self._may_be_empty, self.scaling)
             case Adopt(placement, prompt_tokens, prefilling):
                 self._allocator.fleet.reserve(placement, prompt_tokens, now_s)
                 if not prefilling:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.flow import per_s
 from deployments.fleet.promise import Promise
+from deployments.manager.scaling import Scaling
 from deployments.messages import Admit, Phase, Reject, ReplicaSnapshot
 from deployments.policy.allocator import Allocator
 
@@ -34,12 +36,13 @@ class Counts:
             self.outcomes[outcome] += sessions
 
 
-def ready(allocator: Allocator, now_s: float) -> dict[str, Any]:
-    """See `calls.Ready`."""
+def ready(allocator: Allocator, now_s: float, may_be_empty: Collection[str] = ()) -> dict[str, Any]:
+    """See `calls.Ready`. `may_be_empty`: pools that may have no replica, so they are always ready."""
     loads = {view.info.replica_id: _load(view, now_s) for view in allocator.fleet.view(now_s).ready}
     pools = {
         pool: {
-            "ready": any(replica.fresh and replica.phase is Phase.READY for replica in replicas.values()),
+            "ready": pool in may_be_empty
+            or any(replica.fresh and replica.phase is Phase.READY for replica in replicas.values()),
             "replicas": {
                 replica_id: {
                     "phase": replica.phase.value,
@@ -55,11 +58,18 @@ def ready(allocator: Allocator, now_s: float) -> dict[str, Any]:
     return {"ready": all(pool["ready"] for pool in pools.values()), "pools": pools}
 
 
-def status(allocator: Allocator, counts: Counts, now_s: float) -> dict[str, Any]:
+def status(
+    allocator: Allocator,
+    counts: Counts,
+    now_s: float,
+    may_be_empty: Collection[str] = (),
+    scaling: Scaling | None = None,
+) -> dict[str, Any]:
     """See `calls.Status`."""
     promises = allocator.fleet.promises()
     return {
-        **ready(allocator, now_s),
+        **ready(allocator, now_s, may_be_empty),
+        "scaling": None if scaling is None else scaling.explain(),
         "sessions": {"open": len(promises), "queued": len(allocator.room), "closed": dict(counts.outcomes)},
         "modes": dict(counts.modes),
         "rejects": dict(counts.rejects),

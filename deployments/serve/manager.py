@@ -9,11 +9,15 @@ from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig
 from deployments.host.garbage import Collector
+from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import A, Call, Report
 from deployments.manager.manager import LISTEN_S, SessionManager
 from deployments.manager.server import ManagerServer
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import until_leaving
+from deployments.serve.metrics import publish_plan
+from deployments.serve.scaling import TARGET
+from deployments.serve.sizes import sizes
 
 
 class ServeSessionManager(SessionManager):
@@ -24,6 +28,10 @@ class ServeSessionManager(SessionManager):
         self._collector = Collector()
         self._server = ManagerServer(self, cluster_secret(config))
         await self._server.start(get_node_ip_address())
+        self._tasks = OwnTasks()
+        if self.scaling is not None:
+            self._tasks.own(self.scaling.run(sizes), "scaling")
+            self._tasks.own(publish_plan(self.scaling), "metrics")
         self._retired = asyncio.create_task(self._retire(), name="baton-retire")
 
     async def address(self) -> str:
@@ -32,7 +40,17 @@ class ServeSessionManager(SessionManager):
 
     async def _retire(self) -> None:
         await until_leaving()
+        self._tasks.cancel()
         await self._server.retire()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this where the configuration has `scaling`: the replicas that each pool should have.
+
+        A manager that retires says nothing: the next one plans.
+        """
+        if self.scaling is None or not self._server.address:
+            return {}
+        return {f"{TARGET}{pool}": float(replicas) for pool, replicas in self.scaling.told().items()}
 
     async def ask(self, call: Call[A]) -> A:
         """See `SessionManager.ask`. Garbage is collected at reports, because they come all the time and no client waits

@@ -69,9 +69,9 @@ class History:
         span_s, slow = self._since(SLOW_S)
         return 1.0 + 3.0 * math.sqrt(self.burst / max(_count(slow), 1.0)) if span_s > 0.0 else 1.0
 
-    def came_within(self, seconds: float) -> bool:
-        """Whether any request has come within so many seconds, at most `KIND_S`."""
-        return _count(self._since(seconds)[1]) > 0
+    def came_within(self, seconds: float) -> set[str]:
+        """The classes of which any request has come within so many seconds, at most `KIND_S`."""
+        return set(self._since(seconds)[1])
 
     def _since(self, seconds: float) -> tuple[float, dict[str, Arrivals]]:
         """The time that has passed and what has come in it, about the last so many seconds."""

@@ -17,6 +17,8 @@ from deployments.policy.scaling.sizing import Group
 
 SHARE_WEIGHT = 0.1
 """The weight of a new look in the share of the load that goes to each group."""
+LEAST_SHARE = 0.01
+"""A smaller share is none, so that a pool without work can go to zero."""
 DRAIN_S = 30.0
 """What is left of a backlog when a start is over shall be gone in so many seconds more."""
 
@@ -47,6 +49,10 @@ class Loads:
             backlog = 0.0 if group.role is Role.DECODE else _backlog(mine, load, now.waiting, start_s)
             found[group] = replace(load, backlog=backlog)
         return found
+
+    def class_of(self, name: str) -> str:
+        """The class that a request asks for by this name; "" is the default."""
+        return self._classes.resolve(name).name
 
     def _class(self, name: str, per_s: Arrivals) -> ClassLoad:
         known = self._classes.resolve(name)
@@ -103,4 +109,5 @@ def _toward(before: float, group: Group, parts: Mapping[Group, float]) -> float:
     whole = sum(parts.values())
     if group not in parts or whole < 0.01:
         return before
-    return before + SHARE_WEIGHT * (parts[group] / whole - before)
+    share = before + SHARE_WEIGHT * (parts[group] / whole - before)
+    return share if share >= LEAST_SHARE else 0.0

@@ -78,9 +78,10 @@ class Planner:
         self._history.look(now)
         arrived = sum(each.requests for each in now.arrived.values())
         self._forecast.look(now.at_s, arrived, self._history.requests_per_s)
-        is_asked = bool(now.waiting.prefill or now.waiting.decode)
-        is_asked |= self._history.came_within(1.5 * self._config.interval_s)
+        came = {self._loads.class_of(name) for name in self._history.came_within(1.5 * self._config.interval_s)}
         for group in self._groups:
+            waits = not group.classes and bool(now.waiting.prefill or now.waiting.decode)
+            is_asked = waits or bool(came & group.classes if group.classes else came)
             mine = [pool for pool in now.pools if pool.name in group.names]
             has_started = [self._starts.look(pool, now.at_s) for pool in mine]
             if group not in self._worked_s:  # a manager that has just begun does not know what was needed before

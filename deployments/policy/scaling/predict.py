@@ -70,6 +70,10 @@ class Load:
         return min((each.tpot_s for each in self.classes), default=math.inf)
 
 
+NOT_KNOWN = Predicted(strain=1.0, because="its speed is not known yet")
+"""Of a pool of which no step was seen."""
+
+
 def prefill_s(steps: Coefficients, chunk_tokens: int, arrived: Arrivals) -> tuple[float, float]:
     """The mean seconds of one of these prompts on an engine without answers, and the mean of their squares."""
     count = arrived.requests
@@ -95,7 +99,7 @@ def erlang_c(servers: int, load: float) -> float:
 def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predicted:
     """What is expected of `replicas` replicas of this pool under a load. `headroom`: see `ScalingConfig`.
 
-    A pool whose steps are not known yet neither lacks nor spares a replica.
+    A pool whose steps are not known yet spares no replica, and lacks one only where its memory or its places are short.
     """
     steps = pool.steps
     if not (load.answers or load.backlog or any(each.per_s.requests for each in load.classes)):
@@ -103,7 +107,8 @@ def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
     if replicas <= 0:
         return Predicted(strain=OVERLOADED, because="it has load and no replica")
     if steps is None:
-        return Predicted(strain=1.0, because="its speed is not known yet")
+        memory = NOT_KNOWN if pool.role is Role.PREFILL or not pool.blocks else _memory(pool, load, replicas, headroom)
+        return max(memory, NOT_KNOWN, key=lambda each: each.strain)
     if (load := _settled(steps, load, replicas)).answers == math.inf:
         return Predicted(strain=OVERLOADED, because="its tokens would come ever more slowly")
     answers, held = load.answers / replicas, load.held / replicas

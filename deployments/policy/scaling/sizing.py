@@ -16,10 +16,11 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Pools of one role that take the same requests."""
+    """Pools of one role that take the same requests. `classes`: the only ones that they take; empty: all."""
 
     role: Role
     names: tuple[str, ...]
+    classes: frozenset[str] = frozenset()
 
 
 def groups_of(config: BatonConfig) -> tuple[Group, ...]:
@@ -27,7 +28,10 @@ def groups_of(config: BatonConfig) -> tuple[Group, ...]:
     found: dict[tuple[object, ...], list[str]] = {}
     for name, pool in config.pools.items():
         found.setdefault((Role(role_of(name)), *_takes(pool)), []).append(name)
-    groups = [Group(Role(role_of(names[0])), tuple(names)) for names in found.values()]
+    groups = [
+        Group(Role(role_of(names[0])), tuple(names), frozenset(config.pools[names[0]].classes))
+        for names in found.values()
+    ]
     return tuple(sorted(groups, key=lambda group: group.role is Role.PREFILL))
 
 

@@ -12,7 +12,8 @@ from deployments.messages import Role, StepSample
 from deployments.policy.prediction.step_time import StepModel
 from deployments.policy.scaling.inputs import Now, PoolNow, Waiting
 from deployments.policy.scaling.planner import Planner
-from tests.deployments.policy.scaling.world import DECODE, World, asked, config
+from deployments.policy.scaling.predict import Load, predict
+from tests.deployments.policy.scaling.world import BLOCK, BLOCKS, DECODE, PLACES, World, asked, config
 
 SOME = {"chat": asked(20.0)}
 MANY = {"chat": asked(80.0)}
@@ -157,6 +158,17 @@ def test_to_zero_and_back() -> None:
     assert world.run(10, {"chat": asked(1.0)}).targets == {"prefill": 1, "decode-main": 1}
 
 
+def test_a_pool_of_one_class_sleeps_while_others_come() -> None:
+    free = {"autoscaling": {"min_replicas": 0, "max_replicas": 4}, "engine": {"kind": "mock"}}
+    classes = {"chat": {"ttft_s": 1.0, "tpot_s": 0.05}, "batch": {"rank": 1}}
+    decode = {"main": {**free, "classes": ["chat"]}, "large": {**free, "classes": ["batch"]}}
+    world = World(config({"prefill": free, "decode": decode}, classes, idle_s=60.0))
+    world.run(60, {"chat": asked(1.0), "batch": asked(1.0)})
+    world.answered = {"decode-main"}
+    assert world.run(900, {"chat": asked(1.0)}).targets["decode-large"] == 0
+    assert world.run(10, {"batch": asked(1.0)}).targets["decode-large"] == 1
+
+
 def test_sizes_stay_within_their_bounds() -> None:
     few = {"autoscaling": {"min_replicas": 2, "max_replicas": 3}, "engine": {"kind": "mock"}}
     world = World(config({"prefill": few, "decode": {"main": few}}))
@@ -258,3 +270,12 @@ def test_without_a_known_speed_a_pool_keeps_its_size() -> None:
         plan = planner.plan(Now(5.0 * number, pools, {"chat": asked(100.0 * number)}))
     assert plan.targets == {"prefill": 3, "decode-main": 3}
     assert "not known" in plan.predicted["prefill"].because
+
+
+def test_without_a_known_speed_a_pool_grows_where_its_places_are_short() -> None:
+    pool = PoolNow("decode-main", Role.DECODE, 1, 1, blocks=BLOCKS, block_size=BLOCK, max_sessions=PLACES)
+    few, many = Load(answers=0.1 * PLACES), Load(answers=2.0 * PLACES)
+    assert predict(pool, few, 1, 0.85).strain == 1.0, "it spares none"
+    assert "places" in predict(pool, many, 1, 0.85).because
+    assert predict(pool, many, 1, 0.85).strain > 1.0
+    assert predict(pool, many, 3, 0.85).strain == 1.0

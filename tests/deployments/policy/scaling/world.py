@@ -48,6 +48,8 @@ class World:
         self.ready = dict(self.target)
         self.starts: dict[str, list[float]] = {name: [] for name in self.target}
         self.waiting, self.backlog_s = Waiting(), 0.0
+        self.answered = set(self.target) - {"prefill"}
+        """The pools that write answers."""
         self.speeds: dict[str, Coefficients] = {}
         self.plans: list[Plan] = []
         self.rng = random.Random(1)
@@ -93,10 +95,9 @@ class World:
         steps = self.speeds.get(name, SPEEDS[role])
         load = {"backlog_s": self.backlog_s, "prefill_load": 0.0} if role is not Role.DECODE else {}
         if role is not Role.PREFILL:
-            load |= self._answers(
-                steps, per_s, sum(each for other, each in self.ready.items() if "prefill" not in other)
-            )
-            load = {key: value * ready / max(1, self._decoding) for key, value in load.items()}
+            load |= self._answers(steps, per_s, max(1, self._decoding))
+            share = ready / max(1, self._decoding) if name in self.answered else 0.0
+            load = {key: value * share for key, value in load.items()}
         if role is not Role.DECODE:
             busy = sum(
                 each.requests * steps.prefill_s(round(each.new / each.requests), 0, 2048) for each in per_s.values()
@@ -106,7 +107,7 @@ class World:
 
     @property
     def _decoding(self) -> int:
-        return sum(ready for name, ready in self.ready.items() if name != "prefill")
+        return sum(self.ready[name] for name in self.answered)
 
     def _answers(self, steps: Coefficients, per_s: dict[str, Arrivals], replicas: int) -> dict[str, float]:
         """Little's law, where an answer's tokens take as long as all answers make them take."""

@@ -371,7 +371,7 @@ class ScalingConfig(Section):
     """True: plans are made and explained, and nothing is changed."""
     headroom: float = Field(0.85, gt=0, le=1)
     """The share of an objective, and of KV memory, that a predicted value may take. Less means more replicas."""
-    shrink_after_s: float = Field(120.0, ge=0)
+    shrink_after_s: float = Field(180.0, ge=0)
     """Seconds for which fewer replicas must have been enough before one stops; twice a measured start, where that is
     longer."""
     hold_intervals: int = Field(3, ge=0)

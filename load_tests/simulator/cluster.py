@@ -90,6 +90,7 @@ def _pool(pool: Pool, block_tokens: int) -> dict[str, object]:
     return {
         "replicas": pool.replicas,
         "device": pool.profile.device,
+        "strict": pool.strict,
         "engine": {
             "kind": "mock",
             "block_size": block_tokens,
@@ -107,21 +108,25 @@ def nodes(cluster: Cluster, block_tokens: int, rng: random.Random) -> dict[str, 
     """Every replica by its id. Each is a little faster or slower than its kind."""
     made = {}
     for pool in cluster.pools:
-        deployment = pool.name if pool.role is Role.PREFILL else f"decode-{pool.name}"
         for number in range(pool.replicas):
-            info = _info(f"{deployment}-{number:04}", deployment, pool, cluster.max_model_len, block_tokens)
-            speed = rng.lognormvariate(0.0, cluster.replica_sigma) if cluster.replica_sigma else 1.0
-            replica = Replica(info, pool.profile.steps, pool.limits, random.Random(rng.random()), speed)
-            profile = pool.profile
-            made[info.replica_id] = Node(
-                replica,
-                Reporter(replica),
-                profile.kv_bytes_per_token,
-                profile.layers,
-                Nic(profile.nic_bytes_per_s),
-                Nic(profile.nic_bytes_per_s),
-            )
+            node = new_node(cluster, pool, number, block_tokens, rng)
+            made[node.replica.info.replica_id] = node
     return made
+
+
+def deployment_of(pool: Pool) -> str:
+    """The name of a pool's deployment."""
+    return pool.name if pool.role is Role.PREFILL else f"decode-{pool.name}"
+
+
+def new_node(cluster: Cluster, pool: Pool, number: int, block_tokens: int, rng: random.Random) -> Node:
+    """One more replica of a pool. `number`: no other replica of the pool has or had it."""
+    deployment, profile = deployment_of(pool), pool.profile
+    info = _info(f"{deployment}-{number:04}", deployment, pool, cluster.max_model_len, block_tokens)
+    speed = rng.lognormvariate(0.0, cluster.replica_sigma) if cluster.replica_sigma else 1.0
+    replica = Replica(info, profile.steps, pool.limits, random.Random(rng.random()), speed)
+    ports = Nic(profile.nic_bytes_per_s), Nic(profile.nic_bytes_per_s)
+    return Node(replica, Reporter(replica), profile.kv_bytes_per_token, profile.layers, *ports)
 
 
 def _info(replica_id: str, deployment: str, pool: Pool, max_model_len: int, block_tokens: int) -> ReplicaInfo:
@@ -138,4 +143,5 @@ def _info(replica_id: str, deployment: str, pool: Pool, max_model_len: int, bloc
         chunk_tokens=pool.limits.batched_tokens,
         kv_bytes_per_token=int(pool.profile.kv_bytes_per_token),
         prior=tuple(pool.profile.guess),
+        strict=pool.strict,
     )

@@ -140,7 +140,7 @@ class Reports:
     def __init__(
         self, nodes: Sequence[Node], managers: Sequence[Manager], calendar: Calendar, options: Options, move: Move
     ) -> None:
-        self._groups = [nodes[group::GROUPS] for group in range(GROUPS)]
+        self._groups = [list(nodes[group::GROUPS]) for group in range(GROUPS)]
         self._managers, self._calendar, self._options, self._move = managers, calendar, options, move
 
     def begin(self, at_s: float) -> None:
@@ -148,6 +148,21 @@ class Reports:
         self._deliver([node.reporter.snapshot(0.0) for group in self._groups for node in group])
         for number, group in enumerate(self._groups):
             self._calendar.at(at_s + number / GROUPS * self._options.snapshot_interval_s, self._tick, group)
+
+    def join(self, node: Node) -> None:
+        """A new replica reports now, and in turn from now on."""
+        min(self._groups, key=len).append(node)
+        self.now(node)
+
+    def now(self, node: Node) -> None:
+        """A replica reports out of its turn."""
+        self._deliver([node.reporter.snapshot(self._calendar.now_s)])
+
+    def leave(self, node: Node) -> None:
+        """A replica reports no more."""
+        for group in self._groups:
+            if node in group:
+                group.remove(node)
 
     def _tick(self, group: Sequence[Node]) -> None:
         now_s, options = self._calendar.now_s, self._options

@@ -4,7 +4,8 @@
 4096, feed-forward 14336, 32 heads, 8 KV heads of 128, vocabulary 128256: 131072 bytes of KV a token, 16 GB of weights.
 Accelerator (NVIDIA's data sheets, SXM): 989e12 dense bfloat16 FLOP/s both; 3.35e12 B/s and 80 GB (H100), 4.8e12 B/s and
 141 GB (H200). Assumptions: 45% of the FLOP/s, 75% of the bandwidth, 4 ms a step for scheduling and launches; 90% of
-memory is the engine's, 4 GB of that for activations. These are meant to differ from what
+memory is the engine's, 4 GB of that for activations. **L40S**: the same, with the data sheet's 362e12 dense FLOP/s,
+864e9 B/s and 48 GB. These are meant to differ from what
 `deployments.policy.prediction.step_time` assumes before it has learned, as the real ones will. NIC: 400 Gb/s
 (ConnectX-7's data sheet), 50e9 B/s.
 
@@ -46,11 +47,11 @@ class Profile:
     device: str
 
 
-def _accelerator(name: str, bytes_per_s: float, memory_bytes: float) -> Profile:
+def _accelerator(name: str, bytes_per_s: float, memory_bytes: float, flops_per_s: float = 989e12) -> Profile:
     ideal = roofline(LLAMA_8B, name)
     truth = replace(
         ideal,
-        flops_per_s=989e12 * FLOPS_SHARE,
+        flops_per_s=flops_per_s * FLOPS_SHARE,
         bytes_per_s=bytes_per_s * BANDWIDTH_SHARE,
         overhead_s=OVERHEAD_S,
     )
@@ -69,6 +70,7 @@ def _accelerator(name: str, bytes_per_s: float, memory_bytes: float) -> Profile:
 
 H100 = _accelerator("h100", 3.35e12, 80e9)
 H200 = _accelerator("h200", 4.8e12, 141e9)
+L40S = _accelerator("l40s", 864e9, 48e9, 362e12)
 CPU_STEPS = Coefficients(base_s=0.05, prefill_token_s=0.0034, prefill_context_s=3.2e-6, sequence_s=0.02, context_s=2e-6)
 SMOLLM2 = ModelShape(
     layers=30,
@@ -86,13 +88,14 @@ CPU = Profile("cpu", CPU_STEPS, roofline(SMOLLM2, "cpu").coefficients(), 8053063
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Replicas of one kind. `name`: "prefill", or the name of a decode pool."""
+    """Replicas of one kind. `name`: "prefill", or the name of a decode pool. `strict`: as in the configuration."""
 
     name: str
     role: Role
     replicas: int
     profile: Profile
     limits: Limits
+    strict: bool = False
 
     def blocks(self, block_tokens: int) -> int:
         """The number of KV blocks of one replica."""

@@ -7,9 +7,13 @@ from load_tests.simulator.replica import Replica
 
 
 class Reporter:
-    """Makes a replica's snapshots. `changed`: it has something new; `reported_s`: the time of the newest snapshot."""
+    """Makes a replica's snapshots.
+
+    `changed`: it has something new. `reported_s`: the time of the newest snapshot. `phase`: what it says that it does.
+    """
 
     def __init__(self, replica: Replica) -> None:
+        self.phase = Phase.READY
         self.changed = True
         self.reported_s = 0.0
         self._replica = replica
@@ -26,7 +30,7 @@ class Reporter:
         return ReplicaSnapshot(
             replica_id=replica.info.replica_id,
             version=self._version,
-            phase=Phase.READY,
+            phase=self.phase,
             info=replica.info,
             used_blocks=memory.used + growth,
             running=replica.seats_taken,

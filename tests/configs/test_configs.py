@@ -154,6 +154,9 @@ WRONG = [
     ),
     ("prefill.min_prompt_tokens", 2048, "prefill: min_prompt_tokens 2048"),
     ("prefill", {"replicas": 1, "autoscaling": {"max_replicas": 2}}, "`replicas` or `autoscaling`"),
+    ("scaling", {}, "scaling: no pool has `autoscaling`"),
+    ("scaling.interval", 5, "scaling.interval"),
+    ("prefill.cost", 0, "prefill.cost"),
     ("decode.main.engine", {"kind": "mock"}, "engine.kind must be the same"),
     ("decode.main.engine.block_size", 64, "engine.block_size must be the same"),
     ("decode.main.engine.max_model_len", 4096, "decode-main: engine.max_model_len 4096"),
@@ -184,6 +187,28 @@ def test_what_is_wrong_is_named(place: str, value: Any, named: str) -> None:
     with pytest.raises(ValidationError) as caught:
         BatonConfig.model_validate(changed(place, value))
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "scaling", "named"),
+    [
+        ({"min_replicas": 3, "max_replicas": 2}, {}, "prefill: autoscaling needs 0 <= min_replicas"),
+        ({"min_replicas": "1", "max_replicas": 2}, {}, "prefill: autoscaling needs"),
+        ({"min_replicas": 2, "max_replicas": 4, "initial_replicas": 1}, {}, "not 2, 1, 4"),
+        ({"min_replicas": 2, "max_replicas": 4}, {"max_cost_per_hour": 2.5}, "less than what the least sizes cost, 3"),
+        ({"max_replicas": 4}, {"season_s": 60}, "scaling.season_s is under 20 times"),
+        ({"max_replicas": 4}, {"season_s": 86400, "max_cost_per_hour": 2}, None),
+    ],
+)
+def test_scaling_needs_sound_bounds_and_a_budget_for_them(
+    autoscaling: dict[str, Any], scaling: dict[str, Any], named: str | None
+) -> None:
+    whole = changed("prefill.autoscaling", autoscaling) | {"scaling": scaling}
+    if named is None:
+        BatonConfig.model_validate(whole)
+        return
+    with pytest.raises(ValidationError, match=named):
+        BatonConfig.model_validate(whole)
 
 
 def test_a_block_size_is_a_power_of_two_in_every_pool() -> None:

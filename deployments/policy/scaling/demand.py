@@ -13,12 +13,14 @@ class Demand:
         self.arrived: dict[str, Arrivals] = {}
 
     def came(self, request: SessionRequest, cached_tokens: int, output_tokens: float) -> None:
-        """A request has come. `cached_tokens`: what the best cache has of its prompt. `output_tokens`: expected."""
+        """A request has come. `cached_tokens`: what the best cache has of its prompt. `output_tokens`: expected; not
+        known where it is the longest that was asked for."""
         if request.attempt > 1:
             return
         cached = min(cached_tokens, request.prompt_tokens - 1)
         new = float(request.prompt_tokens - cached)
         context = 0.5 * (request.prompt_tokens - 1 + cached) * new
-        held, output = request.prompt_tokens + request.max_tokens, output_tokens or request.max_tokens
+        held = request.prompt_tokens + request.max_tokens
+        output = output_tokens if output_tokens < request.max_tokens else 0.0  # the limit stands for an unknown length
         one = Arrivals(1.0, new, context, new * new, new * context, context * context, held, output)
         self.arrived[request.priority] = self.arrived.get(request.priority, NONE).plus(one)

@@ -15,7 +15,8 @@ class Arrivals(NamedTuple):
 
     `new`: prompt tokens that no cache has. `context`: the sum, over those tokens, of the tokens before each. `new_2`,
     `cross`, `context_2`: their squares and product, from which the spread of prefill times follows for any engine.
-    `held`: prompt plus longest answer. `output`: the expected answer.
+    `held`: prompt plus longest answer. `output`: the expected answer, 0 where
+    it is not known.
     """
 
     requests: float = 0.0
@@ -64,13 +65,14 @@ class Waiting:
 class PoolNow:
     """One pool at one moment.
 
-    `target`: the replicas that were asked for last. `ready`: those that take requests. `starting`: the age of each start
-    in flight, in seconds. `steps`: what a step takes; None while no replica has told. `blocks`, `block_size`,
+    `target`: the replicas that were asked for last. `ready`: those that take requests. `starting`: the age in seconds
+    of each start in flight. `steps`: what a step takes; None while no replica has told. `blocks`, `block_size`,
     `max_sessions`, `chunk_tokens`: of one replica; 0 while not known.
 
-    The rest are sums over the ready replicas: `sessions` with a part there, `answers` being written or about to be,
-    blocks `promised` (prompt plus longest answer), tokens that the answers are expected to hold halfway (`held`), `backlog_s` of
-    prompts, and the prefill seconds that were placed there per second lately (`prefill_load`).
+    The rest are sums over the ready replicas: `sessions` with a part there; `answers` that are written, or will be as
+    soon as their KV comes; blocks that are `promised` (prompt plus longest answer); tokens that the answers are
+    expected to hold halfway (`held`); `backlog_s` of prompts; and the prefill seconds that were placed there per second
+    lately (`prefill_load`).
     """
 
     name: str
@@ -105,15 +107,18 @@ class Now:
 class Predicted:
     """What is expected of a pool at its planned size, at the load that the plan is made for.
 
-    `fill`: the share of its KV blocks that is promised. `tpot_s`: of its answers. `ttft_s`: the time that 99 of 100
-    first tokens of the class come within that is the nearest to its objective, the wait included. `late`: the share of
-    first tokens that miss their objective.
+    `fill`: the share of its KV blocks that is promised, or of its places, where that is more. `busy`: the share of its
+    time that it computes prompts. `tpot_s`: of its answers. `ttft_s`: 99 of 100 first tokens come within it, the wait
+    included, in the class that is the nearest to its objective. `strain`: the largest of these as a multiple of what it
+    may be; over 1 the pool is short. `because`: the words for that one.
     """
 
     fill: float = 0.0
+    busy: float = 0.0
     tpot_s: float = 0.0
     ttft_s: float = 0.0
-    late: float = 0.0
+    strain: float = 0.0
+    because: str = "no load"
 
 
 @dataclass(frozen=True, slots=True)

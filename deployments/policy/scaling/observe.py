@@ -11,6 +11,7 @@ from deployments.fleet.columns import Columns
 from deployments.fleet.flow import WINDOW_S
 from deployments.messages import Role
 from deployments.policy.allocator import Allocator
+from deployments.policy.predictors import TRUSTED_STEPS
 from deployments.policy.scaling.inputs import Now, PoolNow, Waiting
 from deployments.step_cost import Coefficients
 
@@ -29,9 +30,10 @@ def observe(
     """
     coefficients = allocator.predictors.coefficients(now_s)
     columns = allocator.fleet.live(now_s, coefficients).columns
+    models = allocator.predictors.models
+    known = {name: coefficients.get(name) for name in pools if name in models and models[name].count >= TRUSTED_STEPS}
     seen = tuple(
-        _pool(name, columns, now_s, coefficients.get(name), targets[name], tuple(starting.get(name, ())))
-        for name in pools
+        _pool(name, columns, now_s, known.get(name), targets[name], tuple(starting.get(name, ()))) for name in pools
     )
     return Now(now_s, seen, dict(allocator.predictors.demand.arrived), _waiting(allocator, columns))
 

@@ -1,0 +1,44 @@
+"""A plan while it is made: targets and reasons, pool by pool. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deployments.messages import Role
+from deployments.policy.scaling.inputs import Now, PoolNow, Predicted
+
+
+class Draft:
+    """What has been decided so far. `short`: the pool with the largest strain over 1 with the replicas of now."""
+
+    def __init__(self, now: Now, pools: Mapping[str, PoolNow]) -> None:
+        self.now, self.pools = now, pools
+        self.targets: dict[str, int] = {}
+        self.reasons: dict[str, str] = {}
+        self.predicted: dict[str, Predicted] = {}
+        self._short: tuple[float, str] = (1.0, "")
+
+    @property
+    def short(self) -> str | None:
+        """The pool that lacks most; None where none does."""
+        return self._short[1] or None
+
+    def settle(self, name: str, size: int, why: str) -> None:
+        """A pool gets this size."""
+        before = self.pools[name].target
+        self.targets[name] = size
+        self.reasons[name] = f"{size}: {why}" if size == before else f"{before} -> {size}: {why}"
+
+    def explain(self, name: str, why: str) -> None:
+        """The size of a pool stays as it was settled, for another reason."""
+        self.settle(name, self.targets[name], why)
+
+    def strained(self, name: str, strain: float) -> None:
+        """The replicas of now have this strain."""
+        self._short = max(self._short, (strain, name), key=lambda each: each[0])
+
+    def note_prefill(self, why: str) -> None:
+        """One more reason for the sizes of the pools that prefill."""
+        for name, pool in self.pools.items():
+            if pool.role is Role.PREFILL:
+                self.reasons[name] += f"; {why}"

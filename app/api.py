@@ -36,7 +36,7 @@ from app.request_identity import client_of, request_context
 from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
-from deployments.errors import Overloaded, TooManyParts
+from deployments.errors import GrammarTooLong, Overloaded, TooManyParts
 from deployments.manager.calls import Manager, Ready, Status
 
 REQUEST_ID = b"x-request-id"
@@ -134,7 +134,7 @@ class Gateway:
                 entry.write(0, left=True)
                 return
             send.body_bytes = len(body)
-            check_values(scope, body, self._config.max_values, self._config.max_grammar_bytes)
+            check_values(scope, body, self._config.max_values, self._config.max_grammar_characters)
             if send.turn is not None:
                 await asyncio.sleep(0)  # others are served between two looks at a large body
             check_text(body)
@@ -142,7 +142,7 @@ class Gateway:
             context = request_context(request_id, scope, body, client)
             context.most_parts = self._bounds.most_parts
             parts = self._bounds.enter(client, body)
-        except (RequestError, TooManyParts, Overloaded) as error:
+        except (RequestError, GrammarTooLong, TooManyParts, Overloaded) as error:
             refusal, body = answer(error), b""
             if isinstance(error, TooManyForClient | Overloaded):
                 await send.delay()

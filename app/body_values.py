@@ -10,8 +10,9 @@ import math
 
 import msgspec
 
-from app.errors import GrammarTooLong, TooManyValues
+from app.errors import TooManyValues
 from app.held_response import Scope
+from deployments.errors import GrammarTooLong
 
 _NUMBERS_PER_VALUE = 16  # a number in a list, such as a token id, takes this much less time than a string or an object
 _OTHERS_PER_VALUE = (
@@ -34,15 +35,15 @@ class _Parts(msgspec.Struct):
 _PARTS = msgspec.json.Decoder(_Parts)
 
 
-def check_values(scope: Scope, body: bytes, most: int, most_grammar_bytes: int) -> None:
+def check_values(scope: Scope, body: bytes, most: int, most_grammar_characters: int) -> None:
     """Raises TooManyValues for a body that weighs more than `most`, and GrammarTooLong.
 
     A string (keys are strings, too), an object or a list weighs 1 in `messages`, 2 in `input`, and elsewhere a quarter.
     Sixteen members of a list or an object, whatever they are, weigh one more. The scope keeps the number of values.
     """
     parts = _Parts() if len(body) <= _SMALL_BYTES else _parts(body)
-    if max(len(parts.structured_outputs), len(parts.response_format)) > _BYTES_PER_CHARACTER * most_grammar_bytes:
-        raise GrammarTooLong(f"the grammar or schema of the answer is longer than {most_grammar_bytes} characters")
+    if max(len(parts.structured_outputs), len(parts.response_format)) > _BYTES_PER_CHARACTER * most_grammar_characters:
+        raise GrammarTooLong(f"the grammar or schema of the answer is longer than {most_grammar_characters} characters")
     scope[_COUNTED] = (len(body), count := _at_most(body))
     if _WEIGHT_OF_INPUT * count <= most:
         return

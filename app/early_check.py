@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from app.body_values import values_at_most
 from app.errors import answer
-from app.held_response import ASGIApp, Receive, Scope, Send, respond
+from app.held_response import ASGIApp, Receive, Scope, Send, first, respond
 from deployments.errors import NeverFits
 
 FREE_VALUES = {"/v1/responses": 16}
@@ -66,12 +66,7 @@ class EarlyCheck:
             assert not isinstance(response, Response)
             await (await response)(scope, receive, send)
             return
-        first = [message]
-
-        async def receive_again() -> Any:
-            return first.pop() if first else await receive()
-
-        await self._app(scope, receive_again, send)
+        await self._app(scope, first(message, receive), send)
 
 
 def _has_body(route: APIRoute) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from deployments.errors import (
     EndsEngines,
     EngineFault,
+    GrammarTooLong,
     HandoffFailed,
     Moved,
     NeverFits,
@@ -66,10 +67,6 @@ class TooManyValues(RequestError):
     """The body has more strings, objects and lists than `ingress.max_values` allows."""
 
 
-class GrammarTooLong(RequestError):
-    """The grammar or schema of the answer is longer than `ingress.max_grammar_bytes`."""
-
-
 class StoredResponsesOff(RequestError):
     """A request needs stored responses, and `ingress.stored_responses` is not set."""
 
@@ -101,6 +98,7 @@ TABLE: dict[type[Exception], Row] = {
     NeverFits: Row(400, "invalid_request_error", "context_length_exceeded"),
     UnknownClass: Row(400, "invalid_request_error", "unknown_class"),
     TooManyParts: Row(400, "invalid_request_error", "too_many_parts"),
+    GrammarTooLong: Row(400, "invalid_request_error", "grammar_too_long"),
     RequestFault: Row(400, "invalid_request_error", "request_refused"),
     EndsEngines: Row(400, "invalid_request_error", "ends_engines"),
     EngineFault: Row(500, "server_error", "engine_error", retried=False),
@@ -123,7 +121,6 @@ TABLE: dict[type[Exception], Row] = {
     NotAnObject: Row(400, "invalid_request_error", "not_an_object"),
     TooDeep: Row(400, "invalid_request_error", "nested_too_deeply"),
     TooManyValues: Row(400, "invalid_request_error", "too_many_values"),
-    GrammarTooLong: Row(400, "invalid_request_error", "grammar_too_long"),
     StoredResponsesOff: Row(400, "invalid_request_error", "stored_responses_off"),
     ResponseNotFound: Row(404, "not_found_error", "response_not_found"),
     BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),

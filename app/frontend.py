@@ -114,7 +114,7 @@ class ClusterLLM(AsyncLLM):
     _profile_session_active = False
 
     def __init__(
-        self, vllm_config: VllmConfig, core: EngineCoreClient, max_grammar_bytes: int, log_requests: bool = False
+        self, vllm_config: VllmConfig, core: EngineCoreClient, max_grammar_characters: int, log_requests: bool = False
     ) -> None:
         """Set what `AsyncLLM.__init__` sets, without building a client. Call it in a running event loop."""
         configure_logging_if_needed(vllm_config.logging_config)
@@ -126,16 +126,16 @@ class ClusterLLM(AsyncLLM):
         self.log_requests = log_requests
         self._elastic_ep_lock = asyncio.Lock()
         self._profile_lock = asyncio.Lock()
-        self._set_processors(max_grammar_bytes)
+        self._set_processors(max_grammar_characters)
         self.engine_core = core
         self._run_output_handler()
 
-    def _set_processors(self, max_grammar_bytes: int) -> None:
+    def _set_processors(self, max_grammar_characters: int) -> None:
         tracing_endpoint = self.observability_config.otlp_traces_endpoint
         if tracing_endpoint is not None:
             init_tracer("vllm.llm_engine", tracing_endpoint)
         self.renderer = renderer_from_config(self.vllm_config)
-        self.input_processor = CheckingApart(self.vllm_config, self.renderer, max_grammar_bytes)
+        self.input_processor = CheckingApart(self.vllm_config, self.renderer, max_grammar_characters)
         self.output_processor = OutputProcessor(
             self.renderer.tokenizer,
             log_stats=False,
@@ -176,7 +176,7 @@ async def build_server(
     # A package that vLLM's server imports raises the root logger's level to ERROR: our warnings would be lost.
     logging.getLogger("baton").setLevel(logging.WARNING)
     args = _serve_args(config, model_path)
-    most = config.ingress.max_grammar_bytes
+    most = config.ingress.max_grammar_characters
     llm = ClusterLLM(_vllm_config(args, config.lora), core, most, log_requests=args.enable_log_requests)
     app = build_app(args, TASKS, llm.model_config)
     allowed = ALLOWED_ROUTES | {path for path, option in SWITCHED_ROUTES.items() if getattr(args, option)}

@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -20,18 +20,21 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from app.turns import Turns
 from deployments.cluster import request_context
-from deployments.errors import Overloaded
+from deployments.errors import GrammarTooLong, Overloaded, SessionError
 
 MOST_WAITING = 256
 """Requests of one client that may wait for their turn."""
 
 
 class CheckingApart(InputProcessor):
-    """vLLM's input processor. `check` takes the costly part of its work beforehand. `most_bytes`: of a grammar."""
+    """vLLM's input processor. `check` takes the costly part of its work beforehand.
 
-    def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer, most_bytes: int) -> None:
+    `most_characters`: of a grammar.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer, most_characters: int) -> None:
         super().__init__(vllm_config, renderer)
-        self._most_bytes = most_bytes
+        self._most_characters = most_characters
         self._turns = Turns(MOST_WAITING)
         self._thread = ThreadPoolExecutor(1, "baton-grammar")
         self._found: dict[int, Any] = {}
@@ -44,17 +47,14 @@ class CheckingApart(InputProcessor):
         wanted = getattr(params, "structured_outputs", None)
         if wanted is None:
             return
-        if (size := sum(map(len, _texts(wanted)))) > self._most_bytes:
-            raise VLLMValidationError(
-                f"the grammar or schema of the answer has {size} characters, and may have {self._most_bytes}"
-            )
+        if (size := sum(map(len, _texts(wanted)))) > self._most_characters:
+            most = self._most_characters
+            _refuse(GrammarTooLong(f"the grammar or schema of the answer has {size} characters, and may have {most}"))
         context = request_context.current.get()
         try:
             turn = await self._turns.take(context.client if context else "")
         except Overloaded as error:
-            if context:
-                context.fail(error)
-            raise VLLMValidationError(str(error)) from error
+            _refuse(error)
         try:
             loop = asyncio.get_running_loop()
             self._found[id(params)] = await loop.run_in_executor(self._thread, super()._validate_params, params, tasks)
@@ -73,6 +73,13 @@ class CheckingApart(InputProcessor):
     def close(self) -> None:
         """End the thread; idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _refuse(error: SessionError) -> NoReturn:
+    """Raise what vLLM's server takes for the client's fault; the request's context knows which of Baton's it is."""
+    if (context := request_context.current.get()) is not None:
+        context.fail(error)
+    raise VLLMValidationError(str(error)) from error
 
 
 def _texts(wanted: StructuredOutputsParams) -> Iterable[str]:

@@ -208,6 +208,16 @@ def _refusal(error: Exception) -> Answer | None:
     return Answer(400, error_body(str(cause), type_of(400), 400)) if is_client_s else None
 
 
+def first(message: Message, receive: Receive) -> Receive:
+    """`receive` that begins with a message that has been read."""
+    left = [message]
+
+    async def receive_it() -> Message:
+        return left.pop() if left else await receive()
+
+    return receive_it
+
+
 async def respond(send: Send, response: Answer, headers: Headers | None = None) -> None:
     """Send a whole response with a JSON body."""
     body = json.dumps(response.body).encode()

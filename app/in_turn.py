@@ -6,16 +6,15 @@ tokenised. One of them at a time leaves the rest of the ingress to the other req
 
 from __future__ import annotations
 
-from typing import Any
-
 from app.body_values import values_at_most
 from app.errors import answer
-from app.held_response import ASGIApp, Message, Receive, Scope, Send, respond
+from app.held_response import ASGIApp, Message, Receive, Scope, Send, first, respond
+from app.large_bodies import LARGE_BYTES
 from app.turns import Turns
 from deployments.cluster.request_context import current
 from deployments.errors import Overloaded
 
-LARGE_BYTES, LARGE_VALUES = 64 * 1024, 2048
+LARGE_VALUES = 2048
 MOST_WAITING = 16
 """Large requests of one client that may wait for their turn."""
 
@@ -31,14 +30,10 @@ class InTurn:
         if context is None:
             await self._app(scope, receive, send)
             return
-        first = [await receive()]
-
-        async def receive_again() -> Any:
-            return first.pop() if first else await receive()
-
-        body = first[0].get("body", b"")
+        message = await receive()
+        receive, body = first(message, receive), message.get("body", b"")
         if len(body) <= LARGE_BYTES and values_at_most(scope, body) <= LARGE_VALUES:
-            await self._app(scope, receive_again, send)
+            await self._app(scope, receive, send)
             return
         try:
             turn = await self._turns.take(context.client)
@@ -52,6 +47,6 @@ class InTurn:
             await send(message)
 
         try:
-            await self._app(scope, receive_again, send_and_end)
+            await self._app(scope, receive, send_and_end)
         finally:
             turn.end()

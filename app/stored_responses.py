@@ -23,7 +23,7 @@ from app.errors import (
     answer,
 )
 from app.foreground import Foreground
-from app.held_response import ASGIApp, Message, Receive, Scope, Send, respond
+from app.held_response import ASGIApp, Receive, Scope, Send, first, respond
 from app.request_identity import owner_of
 from app.response_events import response_from
 from app.response_follower import Follower
@@ -208,13 +208,4 @@ async def _body(receive: Receive) -> bytes:
 
 def _given(body: bytes, receive: Receive) -> Receive:
     """`receive` that gives a body that has been read."""
-    given = False
-
-    async def receive_it() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
-
-    return receive_it
+    return first({"type": "http.request", "body": body, "more_body": False}, receive)

@@ -50,14 +50,16 @@ class Turns:
             raise Overloaded(f"{len(mine)} requests of this client wait already to be checked", 1.0, BUSY)
         place = asyncio.get_running_loop().create_future()
         mine.append(place)
+        came = False
         try:
             async with asyncio.timeout(LONGEST_WAIT_S):
                 await place
-        except BaseException as error:
-            self._give_up(client, place)
-            if isinstance(error, TimeoutError):
-                raise Overloaded(f"the request was not checked within {LONGEST_WAIT_S:g} s", 1.0, BUSY) from None
-            raise
+            came = True
+        except TimeoutError:
+            raise Overloaded(f"the request was not checked within {LONGEST_WAIT_S:g} s", 1.0, BUSY) from None
+        finally:
+            if not came:
+                self._give_up(client, place)
 
     def _give_up(self, client: str, place: asyncio.Future[None]) -> None:
         if place.done() and not place.cancelled():  # the turn came, but too late

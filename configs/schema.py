@@ -335,7 +335,7 @@ class IngressConfig(Section):
     elsewhere a quarter. Sixteen members of a list or an object, whatever they are, count as one more. A body with more
     is refused with 400: the time in which the ingress checks it, and serves nothing else, grows with them. Agents with
     hundreds of turns on a model with a long context may need more."""
-    max_grammar_bytes: int = Field(128 * 1024, gt=0)
+    max_grammar_characters: int = Field(128 * 1024, gt=0)
     """A longer grammar, schema, regular expression or list of choices for an answer is refused with 400."""
     refusals_per_s: float = Field(20.0, ge=0)
     """Refused requests of one client that are answered in a second; a hundred more come at once, and others wait. A

@@ -19,6 +19,10 @@ class TooManyParts(SessionError):
     """The request would become more answers than one may have."""
 
 
+class GrammarTooLong(SessionError):
+    """The grammar or schema of the answer is longer than `ingress.max_grammar_characters`."""
+
+
 class RequestFault(SessionError):
     """An engine refuses this request, as any other engine would."""
 

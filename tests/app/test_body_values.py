@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.body_values import check_values, values_at_most
-from app.errors import GrammarTooLong, TooManyValues
+from app.errors import TooManyValues
+from deployments.errors import GrammarTooLong
 from load_tests.hostile import bodies
 from tests.app.toys import OK, Toy, client
 

@@ -25,12 +25,14 @@ GRAMMAR: dict[str, Any] = {"structured_outputs": {"grammar": 'root ::= "a"'}}
 MOST_FAULTS = 300
 """Of one thing that is wrong. An item of an `input` may be of many kinds, and has a fault or more for each of them."""
 PATIENCE_S = 60.0
+LONGEST = 4096
+"""Characters of a grammar."""
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Server]:
-    ingress = {"refusals_per_s": 0, "max_grammar_bytes": 4096, "default_max_tokens": 8}
+    ingress = {"refusals_per_s": 0, "max_grammar_characters": LONGEST, "default_max_tokens": 8}
     config = BatonConfig.model_validate({"prefill": {}, "decode": {"main": {}}, "ingress": ingress})
     path, core = Path(resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR)), FakeCore()
     llm, app = await build_server(config, str(path), core)
@@ -200,6 +202,7 @@ async def test_a_grammar_that_is_too_long_or_wrong_is_refused(
 ) -> None:
     refused = await ask(server, stream=stream, **wanted)
     assert refused.status_code == 400, refused.text
+    assert (refused.json()["error"]["code"] == "grammar_too_long") == (len(str(wanted)) > LONGEST)
     assert server.core.requests == []
 
 

@@ -11,8 +11,8 @@ import pytest
 from app import large_bodies
 from app.api import Gateway
 from app.held_response import Message, Receive, Scope, Send
-from app.in_turn import LARGE_BYTES, MOST_WAITING, InTurn
-from app.large_bodies import AT_ONCE
+from app.in_turn import MOST_WAITING, InTurn
+from app.large_bodies import AT_ONCE, LARGE_BYTES
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import current
 from tests.app.toys import OK, Control

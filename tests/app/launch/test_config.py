@@ -142,7 +142,7 @@ SCALED = {"prefill": {"engine": {"kind": "mock"}, "autoscaling": {"max_replicas"
 @pytest.mark.parametrize("policy", [None, {}, "deployments.serve.scaling:planned", {"policy_function": "their:own"}])
 def test_a_plan_that_nothing_would_carry_out_is_refused(tmp_path: Path, policy: Any) -> None:
     path = _with_policy(tmp_path, SCALED, policy)
-    with pytest.raises(LaunchError, match="autoscaling_policy: {policy_function: deployments.serve.scaling:planned}"):
+    with pytest.raises(LaunchError, match=f"autoscaling_policy: {{policy_function: {PLANNED}}}"):
         load_config(path, None)
 
 

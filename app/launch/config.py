@@ -61,8 +61,8 @@ def _check_policy(application: Mapping[str, Any], baton: BatonConfig, path: Path
         )
     if baton.scaling is None and says_so:
         raise LaunchError(
-            f"{path} has the `autoscaling_policy` {PLANNED}, which needs `scaling` in `args`, even as `{{}}`: without it "
-            "no pool would scale"
+            f"{path} has the `autoscaling_policy` {PLANNED}, which needs `scaling` in `args`, even as `{{}}`: "
+            "without it no pool would scale"
         )
 
 

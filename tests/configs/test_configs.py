@@ -17,6 +17,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 
 from app.launch.config import LaunchError, load_config, model_of, with_surge
 from app.main import NO_LIMIT, build
+from configs.checks import bounds_of
 from configs.schema import BatonConfig, IngressConfig, ModelConfig, Section, role_of
 from deployments.engine.build import environment
 
@@ -361,6 +362,13 @@ def test_each_pool_takes_what_its_section_says(path: Path) -> None:
         if pool.autoscaling is None:
             assert scaling is None
             assert found[name].num_replicas == (pool.replicas or 1)
+        elif config.scaling is not None:
+            assert (scaling.min_replicas, scaling.max_replicas, scaling.initial_replicas) == bounds_of(pool)
+            delays = scaling.upscale_delay_s, scaling.downscale_delay_s, scaling.downscale_to_zero_delay_s
+            assert delays == (0, 0, 0), "the plan has waited"
+            assert scaling.policy.policy_function == "deployments.serve.scaling:stay", (
+                "the application's policy decides"
+            )
         else:
             assert {key: getattr(scaling, key) for key in pool.autoscaling} == pool.autoscaling
             assert scaling.policy.policy_function == "deployments.serve.scaling:by_sessions"

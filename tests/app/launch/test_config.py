@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from app.launch.config import (
+    PLANNED,
     LaunchError,
     base_url,
     cpus_needed,
@@ -131,3 +133,33 @@ def test_a_stop_may_take_as_long_as_the_longest_drain(ingress_s: float, replica_
 
 def test_an_address_may_name_its_scheme() -> None:
     assert parse_address("ray://head:6380", 1, 2) == RayPorts("head", 6380, 2)
+
+
+POLICY = {"policy_function": PLANNED}
+SCALED = {"prefill": {"engine": {"kind": "mock"}, "autoscaling": {"max_replicas": 2}}, "scaling": {}}
+
+
+@pytest.mark.parametrize("policy", [None, {}, "deployments.serve.scaling:planned", {"policy_function": "their:own"}])
+def test_a_plan_that_nothing_would_carry_out_is_refused(tmp_path: Path, policy: Any) -> None:
+    path = _with_policy(tmp_path, SCALED, policy)
+    with pytest.raises(LaunchError, match=f"autoscaling_policy: {{policy_function: {PLANNED}}}"):
+        load_config(path, None)
+
+
+def test_what_would_carry_out_a_plan_that_is_not_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="which needs `scaling` in `args`"):
+        load_config(_with_policy(tmp_path, {}, POLICY), None)
+
+
+def test_a_plan_and_the_policy_that_carries_it_out_stay_together(tmp_path: Path) -> None:
+    config = load_config(_with_policy(tmp_path, SCALED, POLICY), None)
+    assert config["applications"][0]["autoscaling_policy"] == POLICY
+    assert model_of(config).scaling is not None
+
+
+def _with_policy(tmp_path: Path, arguments: dict[str, Any], policy: Any) -> Path:
+    """A file whose application has this policy."""
+    application = {"name": "baton", "args": ARGUMENTS | arguments, "autoscaling_policy": policy}
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path

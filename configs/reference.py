@@ -33,6 +33,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.StoredResponsesConfig: "`ingress.stored_responses`",
     schema.LoraConfig: "`lora`",
     schema.AdapterConfig: "each entry of `lora.adapters`",
+    schema.TraceConfig: "`trace`",
 }
 """Every section of the schema, in the order of the page, with its heading."""
 

@@ -1,0 +1,131 @@
+"""What becomes of every session, for a trace of the traffic: one line for each, however often it is placed.
+
+A session's line is made when the session is over. What the manager is told of a lost or moved placement is not the
+end of its session: another placement mostly follows, within `FOLLOWED_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deployments.messages import MANAGER_RETIRES, Admit, Reject, SessionRequest
+
+FOLLOWED_S = 60.0
+"""Seconds after the end of a placement within which its session opens the next one. It pauses for less than that, and
+none waits for longer in the waiting room as it is set by default."""
+
+ENDS = frozenset({"stop", "length", "abort", "error", "cancelled", "failed", "abandoned"})
+"""The outcomes of a placement after which its session is over."""
+UNFINISHED = "unfinished"
+"""The outcome of a session that was open when its manager ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A session that is over. `at_s`: its arrival, by the manager's clock. `hashes`: as in `SessionRequest`.
+
+    `output_tokens`: what is known to be answered; 0 where nothing is. `outcome`: how its last placement ended, or
+    "refused" with the refusal's code behind a colon.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    hashes: tuple[int, ...]
+    priority: str
+    outcome: str
+
+
+@dataclass(slots=True)
+class _Session:
+    """`epoch`: of its last placement. `answered`: tokens before that. `ended_s`: when it ended; None while it is open
+    or waits."""
+
+    request: SessionRequest
+    at_s: float
+    epoch: int = 0
+    answered: int = 0
+    output_tokens: int = 0
+    ended_s: float | None = None
+    outcome: str = ""
+
+
+class Traffic:
+    """Told what happens to sessions. `write` gets the line of each session that is over, once.
+
+    `default_class`: the class of requests that name none. Sessions whose first placement another manager made are left
+    out.
+    """
+
+    def __init__(self, write: Callable[[Line], None], default_class: str) -> None:
+        self._write, self._default_class = write, default_class
+        self._sessions: dict[str, _Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def opened(self, request: SessionRequest, now_s: float) -> None:
+        """A session asks for a place, for the first time or again."""
+        session = self._sessions.get(request.session_id)
+        if session is not None:
+            session.ended_s, session.answered, session.output_tokens = None, request.answered_tokens, 0
+        elif request.attempt == 1:
+            self._sessions[request.session_id] = _Session(request, now_s)
+
+    def decided(self, session_id: str, decision: Admit | Reject) -> None:
+        """A session has a place, or is refused. One that shall ask another manager is left to that one."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        if isinstance(decision, Admit):
+            session.epoch, session.ended_s = decision.placement.epoch, None
+        elif decision.code == MANAGER_RETIRES and not session.epoch:
+            del self._sessions[session_id]
+        else:
+            session.outcome = f"refused:{decision.code}" if decision.code else "refused"
+            self._over(session_id)
+
+    def closed(
+        self, session_id: str, outcome: str, now_s: float, epoch: int | None = None, output_tokens: int | None = None
+    ) -> None:
+        """A placement is over. `epoch`: which one; None: the last one. A session that is not known changes nothing."""
+        session = self._sessions.get(session_id)
+        if session is None or (epoch is not None and epoch < session.epoch):
+            return
+        session.outcome, session.output_tokens, session.ended_s = outcome, output_tokens or 0, now_s
+        if outcome in ENDS:
+            self._over(session_id)
+
+    def sweep(self, now_s: float) -> None:
+        """Write the sessions that no placement has followed in time."""
+        ended = [
+            each
+            for each, session in self._sessions.items()
+            if session.ended_s is not None and now_s - session.ended_s > FOLLOWED_S
+        ]
+        for session_id in ended:
+            self._over(session_id)
+
+    def end(self) -> None:
+        """The manager ends: write what is open. Whatever ends those sessions tells another manager."""
+        for session_id, session in list(self._sessions.items()):
+            if session.ended_s is None:
+                session.outcome = UNFINISHED
+            self._over(session_id)
+
+    def _over(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id)
+        request = session.request
+        self._write(
+            Line(
+                session.at_s,
+                request.prompt_tokens,
+                session.answered + session.output_tokens,
+                request.max_tokens,
+                request.hashes,
+                request.priority or self._default_class,
+                session.outcome,
+            )
+        )

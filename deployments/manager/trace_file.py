@@ -1,10 +1,10 @@
 """The file of a traffic trace: JSON lines, a superset of Mooncake's, which `load_tests.simulator.traces` reads.
 
-`{"timestamp", "input_length", "output_length", "hash_ids", "block_tokens", "max_tokens", "class", "outcome"}`: an arrival
-in milliseconds since 1970, lengths in tokens, an id for each full block of the prompt, and the tokens of a block.
+`{"timestamp", "input_length", "output_length", "hash_ids", "block_tokens", "max_tokens", "class", "outcome"}`: the time
+of arrival in milliseconds since 1970, lengths in tokens, an id for each full block of the prompt, the tokens of a block.
 
-An id names a block and all before it, so equal ids show prompts that begin alike. It is a hash whose key is made anew by
-each process, kept nowhere, and longer than can be guessed: the file alone does not even confirm a guess of a prompt.
+An id names a block and all before it, so equal ids show prompts that begin alike. It is a hash with a key that each
+process makes anew and keeps nowhere, so the file alone does not even confirm a guess of a prompt.
 
 A thread hashes and writes. The event loop hands it lines, and never waits. What cannot be written is an end of the
 trace, and never of a request.
@@ -51,7 +51,7 @@ class TraceFile:
         self._since_s = time.monotonic() - time.time() if since_s is None else since_s
         self._key = secrets.token_bytes(32)
         self._lines: queue.Queue[Line | None] = queue.Queue(HELD_LINES)
-        self._left_out, self._stopped = 0, False
+        self._left_out, self._closing, self._stopped = 0, False, False
         self._thread = threading.Thread(target=self._run, name="baton-trace", daemon=True)
         self._thread.start()
 
@@ -96,24 +96,22 @@ class TraceFile:
         try:
             while batch := self._next_lines():
                 if os.fstat(file).st_size >= self._most_bytes:
-                    os.replace(self.path, older(self.path))
-                    os.close(file)
-                    file = _opened(self.path)
+                    self.path.replace(older(self.path))
+                    full, file = file, _opened(self.path)
+                    os.close(full)
                 _append(file, b"".join(self.encoded(line) for line in batch))
         finally:
             os.close(file)
 
     def _next_lines(self) -> list[Line]:
-        """What waits, at least one line; none once the trace is closed."""
+        """What waits, at least one line; none once the trace is closed and all is written."""
         lines: list[Line] = []
-        line = self._lines.get()
-        while line is not None:
-            lines.append(line)
-            if len(lines) == BATCH_LINES or self._lines.empty():
-                return lines
+        while not (lines and self._lines.empty()) and len(lines) < BATCH_LINES and not self._closing:
             line = self._lines.get()
-        if lines:
-            self._lines.put(None)
+            if line is None:
+                self._closing = True
+            else:
+                lines.append(line)
         return lines
 
     def encoded(self, line: Line) -> bytes:

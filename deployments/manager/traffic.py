@@ -15,8 +15,9 @@ FOLLOWED_S = 60.0
 """Seconds after the end of a placement within which its session opens the next one. It pauses for less than that, and
 none waits for longer in the waiting room as it is set by default."""
 
-ENDS = frozenset({"stop", "length", "abort", "error", "cancelled", "failed", "abandoned"})
-"""The outcomes of a placement after which its session is over."""
+ENDS = frozenset({"stop", "length", "abort", "error", "cancelled", "failed"})
+"""The outcomes of a placement after which its session is over. An abandoned one may come back: its caller may have
+turned to its stand-in for a moment."""
 UNFINISHED = "unfinished"
 """The outcome of a session that was open when its manager ended."""
 
@@ -40,52 +41,55 @@ class Line:
 
 @dataclass(slots=True)
 class _Session:
-    """`epoch`: of its last placement. `answered`: tokens before that. `ended_s`: when it ended; None while it is open
-    or waits."""
+    """`epoch`: of its last placement; 0 before the first. `answered`: tokens before that, and `output_tokens` in it."""
 
     request: SessionRequest
     at_s: float
     epoch: int = 0
     answered: int = 0
     output_tokens: int = 0
-    ended_s: float | None = None
-    outcome: str = ""
+    outcome: str = UNFINISHED
 
 
 class Traffic:
-    """Told what happens to sessions. `write` gets the line of each session that is over, once.
+    """Told what happens to sessions. `write` gets the line of each session that is over, once; None: nothing is kept.
 
     `default_class`: the class of requests that name none. Sessions whose first placement another manager made are left
     out.
     """
 
-    def __init__(self, write: Callable[[Line], None], default_class: str) -> None:
+    def __init__(self, write: Callable[[Line], None] | None = None, default_class: str = "") -> None:
         self._write, self._default_class = write, default_class
         self._sessions: dict[str, _Session] = {}
+        self._ended_s: dict[str, float] = {}  # since when a session has no placement, in the order of time
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def opened(self, request: SessionRequest, now_s: float) -> None:
         """A session asks for a place, for the first time or again."""
+        if self._write is None:
+            return
         session = self._sessions.get(request.session_id)
         if session is not None:
-            session.ended_s, session.answered, session.output_tokens = None, request.answered_tokens, 0
+            self._ended_s.pop(request.session_id, None)
+            session.answered, session.output_tokens = request.answered_tokens, 0
         elif request.attempt == 1:
             self._sessions[request.session_id] = _Session(request, now_s)
 
     def decided(self, session_id: str, decision: Admit | Reject) -> None:
-        """A session has a place, or is refused. One that shall ask another manager is left to that one."""
+        """A session has a place, or is refused. One that is to ask another manager is left to that one."""
         session = self._sessions.get(session_id)
         if session is None:
             return
         if isinstance(decision, Admit):
-            session.epoch, session.ended_s = decision.placement.epoch, None
-        elif decision.code == MANAGER_RETIRES and not session.epoch:
-            del self._sessions[session_id]
-        else:
+            self._ended_s.pop(session_id, None)
+            session.epoch, session.outcome = decision.placement.epoch, UNFINISHED
+        elif decision.code != MANAGER_RETIRES:
             session.outcome = f"refused:{decision.code}" if decision.code else "refused"
             self._over(session_id)
+        elif not session.epoch:
+            del self._sessions[session_id]
 
     def closed(
         self, session_id: str, outcome: str, now_s: float, epoch: int | None = None, output_tokens: int | None = None
@@ -94,30 +98,30 @@ class Traffic:
         session = self._sessions.get(session_id)
         if session is None or (epoch is not None and epoch < session.epoch):
             return
-        session.outcome, session.output_tokens, session.ended_s = outcome, output_tokens or 0, now_s
+        session.outcome, session.output_tokens = outcome, output_tokens or 0
+        self._ended_s.pop(session_id, None)
+        self._ended_s[session_id] = now_s
         if outcome in ENDS:
             self._over(session_id)
 
     def sweep(self, now_s: float) -> None:
-        """Write the sessions that no placement has followed in time."""
-        ended = [
-            each
-            for each, session in self._sessions.items()
-            if session.ended_s is not None and now_s - session.ended_s > FOLLOWED_S
-        ]
-        for session_id in ended:
+        """Write the sessions that no placement has followed in time; cheap to call often."""
+        while self._ended_s:
+            session_id, ended_s = next(iter(self._ended_s.items()))
+            if now_s - ended_s <= FOLLOWED_S:
+                return
             self._over(session_id)
 
     def end(self) -> None:
-        """The manager ends: write what is open. Whatever ends those sessions tells another manager."""
-        for session_id, session in list(self._sessions.items()):
-            if session.ended_s is None:
-                session.outcome = UNFINISHED
+        """The manager ends: write what is open. Other managers will hear of the ends of those sessions."""
+        for session_id in list(self._sessions):
             self._over(session_id)
 
     def _over(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
+        self._ended_s.pop(session_id, None)
         request = session.request
+        assert self._write is not None
         self._write(
             Line(
                 session.at_s,

@@ -317,7 +317,8 @@ class TraceConfig(Section):
     path: Path
     """The file, on the node of the session manager; lines are added at its end. Its folder must exist."""
     max_bytes: int = Field(256 * 1024 * 1024, gt=0)
-    """What it takes on disk. At half of that the file is renamed, with `.1` at its end, in place of the one before."""
+    """The most that it takes on disk. At half of that the file is renamed, with `.1` at its end, in place of the one
+    before."""
 
 
 class IngressConfig(Section):
@@ -389,7 +390,7 @@ class BatonConfig(Section):
     lora: LoraConfig | None = None
     """LoRA adapters; null: none can be served."""
     trace: TraceConfig | None = None
-    """A trace of the traffic, for `baton plan` and the simulator; null: none."""
+    """A trace of the traffic, for the simulator; null: none."""
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -1,18 +1,19 @@
 """The file of a traffic trace: JSON lines, a superset of Mooncake's, which `load_tests.simulator.traces` reads.
 
 `{"timestamp", "input_length", "output_length", "hash_ids", "block_tokens", "max_tokens", "class", "outcome"}`: the time
-of arrival in milliseconds since 1970, lengths in tokens, an id for each full block of the prompt, the tokens of a block.
+of arrival in milliseconds since 1970, lengths in tokens, an id for each full block of the prompt, and a block's tokens.
 
 An id names a block and all before it, so equal ids show prompts that begin alike. It is a hash with a key that each
 process makes anew and keeps nowhere, so the file alone does not even confirm a guess of a prompt.
 
-A thread hashes and writes. The event loop hands it lines, and never waits. What cannot be written is an end of the
-trace, and never of a request.
+A thread hashes and writes. The event loop hands it lines, and never waits. What cannot be written ends the trace, and
+never a request. Two managers may write at once while one takes over from the other: the file is locked for each line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ import queue
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from configs.schema import TraceConfig
@@ -31,10 +33,9 @@ logger = logging.getLogger("baton.trace")
 ID_BYTES = 5
 """The bytes of an id: the simulator keeps the bits above for itself. In a million blocks, about one pair is alike by
 chance."""
-HELD_LINES = 10_000
-"""The most lines that wait for a slow disk; what comes on top of that is left out."""
-BATCH_LINES = 256
-"""The most lines of one write."""
+HELD_LINES = 2_000
+"""The most lines that wait for a slow disk; what comes on top of that is left out. A line of a long prompt has some
+thousand hashes, so these take a few hundred megabytes at the very most."""
 CLOSE_S = 5.0
 """The longest time that closing waits for the disk."""
 
@@ -51,7 +52,7 @@ class TraceFile:
         self._since_s = time.monotonic() - time.time() if since_s is None else since_s
         self._key = secrets.token_bytes(32)
         self._lines: queue.Queue[Line | None] = queue.Queue(HELD_LINES)
-        self._left_out, self._closing, self._stopped = 0, False, False
+        self._left_out, self._stopped = False, False
         self._thread = threading.Thread(target=self._run, name="baton-trace", daemon=True)
         self._thread.start()
 
@@ -67,9 +68,7 @@ class TraceFile:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            self._left_out += 1
-            if self._left_out == 1:
-                logger.warning("%s: the disk is slow, and lines are left out", self.path)
+            self._leave_out("the disk is slow")
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Write what was put, and close the file; idempotent. Blocks for at most about twice `within_s`."""
@@ -80,6 +79,11 @@ class TraceFile:
             logger.warning("%s: not all is written: the disk takes longer than %g s", self.path, within_s)
         self._stopped = True
 
+    def _leave_out(self, why: str) -> None:
+        if not self._left_out:
+            logger.warning("%s: %s, and lines are left out", self.path, why)
+        self._left_out = True
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -87,32 +91,31 @@ class TraceFile:
             self._write_all()
         except OSError as error:
             logger.error("%s: %s: the traffic is traced no more", self.path, error)
-        self._stopped = True
-        while not self._lines.empty():
-            self._lines.get_nowait()
+        finally:
+            self._stopped = True
+            while not self._lines.empty():
+                self._lines.get_nowait()
 
     def _write_all(self) -> None:
         file = _opened(self.path)
         try:
-            while batch := self._next_lines():
-                if os.fstat(file).st_size >= self._most_bytes:
-                    self.path.replace(older(self.path))
-                    full, file = file, _opened(self.path)
+            while (line := self._lines.get()) is not None:
+                text = self.encoded(line)
+                if len(text) > self._most_bytes:
+                    self._leave_out("one session takes more than half of max_bytes")
+                    continue
+                while not _append(file, text, self._most_bytes):
+                    full, file = file, self._next(file)
                     os.close(full)
-                _append(file, b"".join(self.encoded(line) for line in batch))
         finally:
             os.close(file)
 
-    def _next_lines(self) -> list[Line]:
-        """What waits, at least one line; none once the trace is closed and all is written."""
-        lines: list[Line] = []
-        while not (lines and self._lines.empty()) and len(lines) < BATCH_LINES and not self._closing:
-            line = self._lines.get()
-            if line is None:
-                self._closing = True
-            else:
-                lines.append(line)
-        return lines
+    def _next(self, full: int) -> int:
+        """A new file in place of a full one, unless another manager has made it already."""
+        with _locked(full):
+            if _is_at(full, self.path):
+                self.path.replace(older(self.path))
+        return _opened(self.path)
 
     def encoded(self, line: Line) -> bytes:
         """A line as it stands in the file."""
@@ -141,26 +144,55 @@ def older(path: Path) -> Path:
 def _opened(path: Path) -> int:
     """The file, for its owner alone, without the piece of a line that a crash may have left at its end."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    size = whole = os.fstat(file).st_size
-    while whole > 0:
-        begin = max(0, whole - 4096)
-        line_end = os.pread(file, whole - begin, begin).rfind(b"\n")
-        if line_end >= 0:
-            whole = begin + line_end + 1
-            break
-        whole = begin
-    if whole < size:
-        os.ftruncate(file, whole)
+    try:
+        with _locked(file):
+            size = os.fstat(file).st_size
+            if (whole := _whole_lines(file, size)) < size:
+                os.ftruncate(file, whole)
+    except OSError:
+        os.close(file)
+        raise
     return file
 
 
-def _append(file: int, lines: bytes) -> None:
-    """Append all of it or nothing. Raises OSError where there is no room."""
-    begin, written = os.fstat(file).st_size, 0
+def _whole_lines(file: int, size: int) -> int:
+    """The bytes up to the end of the last whole line."""
+    while size > 0:
+        begin = max(0, size - 4096)
+        line_end = os.pread(file, size - begin, begin).rfind(b"\n")
+        if line_end >= 0:
+            return begin + line_end + 1
+        size = begin
+    return 0
+
+
+def _append(file: int, line: bytes, most_bytes: int) -> bool:
+    """Append all of it or nothing; False where the file would become too long. Raises OSError where there is no room."""
+    with _locked(file):
+        begin, written = os.fstat(file).st_size, 0
+        if begin + len(line) > most_bytes:
+            return False
+        try:
+            while written < len(line):
+                written += os.write(file, line[written:])
+        except OSError:
+            if written:
+                os.ftruncate(file, begin)
+            raise
+        return True
+
+
+def _is_at(file: int, path: Path) -> bool:
     try:
-        while written < len(lines):
-            written += os.write(file, lines[written:])
-    except OSError:
-        if written:
-            os.ftruncate(file, begin)
-        raise
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(file: int) -> Iterator[None]:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

@@ -18,6 +18,8 @@ none waits for longer in the waiting room as it is set by default."""
 ENDS = frozenset({"stop", "length", "abort", "error", "cancelled", "failed"})
 """The outcomes of a placement after which its session is over. An abandoned one may come back: its caller may have
 turned to its stand-in for a moment."""
+UNKNOWN_CLASS = "unknown_class"
+"""The code of the refusal of a class that is not configured."""
 UNFINISHED = "unfinished"
 """The outcome of a session that was open when its manager ended."""
 
@@ -27,7 +29,7 @@ class Line:
     """A session that is over. `at_s`: its arrival, by the manager's clock. `hashes`: as in `SessionRequest`.
 
     `output_tokens`: what is known to be answered; 0 where nothing is. `outcome`: how its last placement ended, or
-    "refused" with the refusal's code behind a colon.
+    "refused" with the refusal's code behind a colon. `priority`: "" where the client named a class that there is not.
     """
 
     at_s: float
@@ -49,6 +51,15 @@ class _Session:
     answered: int = 0
     output_tokens: int = 0
     outcome: str = UNFINISHED
+
+    def line(self, default_class: str) -> Line:
+        """Its line. A class that is not configured is the client's own text, and left out."""
+        request = self.request
+        priority = "" if self.outcome == f"refused:{UNKNOWN_CLASS}" else request.priority or default_class
+        tokens = self.answered + self.output_tokens
+        return Line(
+            self.at_s, request.prompt_tokens, tokens, request.max_tokens, request.hashes, priority, self.outcome
+        )
 
 
 class Traffic:
@@ -74,6 +85,8 @@ class Traffic:
         if session is not None:
             self._ended_s.pop(request.session_id, None)
             session.answered, session.output_tokens = request.answered_tokens, 0
+            if session.epoch:
+                session.epoch += 1  # the last placement's end may be told later, and is counted here
         elif request.attempt == 1:
             self._sessions[request.session_id] = _Session(request, now_s)
 
@@ -120,16 +133,5 @@ class Traffic:
     def _over(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
         self._ended_s.pop(session_id, None)
-        request = session.request
         assert self._write is not None
-        self._write(
-            Line(
-                session.at_s,
-                request.prompt_tokens,
-                session.answered + session.output_tokens,
-                request.max_tokens,
-                request.hashes,
-                request.priority or self._default_class,
-                session.outcome,
-            )
-        )
+        self._write(session.line(self._default_class))

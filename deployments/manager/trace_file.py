@@ -167,7 +167,7 @@ def _whole_lines(file: int, size: int) -> int:
 
 
 def _append(file: int, line: bytes, most_bytes: int) -> bool:
-    """Append all of it or nothing; False where the file would become too long. Raises OSError where there is no room."""
+    """Append all of it or nothing; False where the file would become too long. Raises OSError for a full disk."""
     with _locked(file):
         begin, written = os.fstat(file).st_size, 0
         if begin + len(line) > most_bytes:

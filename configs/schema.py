@@ -312,6 +312,17 @@ class LoraConfig(Section):
         return self
 
 
+class TraceConfig(Section):
+    """The trace that the session manager keeps of its traffic: when requests came, how long they and their answers
+    were, and which of them began alike. It holds no text, no tokens and no clients."""
+
+    path: Path
+    """The file, on the node of the session manager; lines are added at its end. Its folder must exist."""
+    max_bytes: int = Field(256 * 1024 * 1024, gt=0)
+    """The most that it takes on disk. At half of that the file is renamed, with `.1` at its end, in place of the one
+    before."""
+
+
 class IngressConfig(Section):
     """The HTTP side."""
 
@@ -406,9 +417,14 @@ class BatonConfig(Section):
     """The HTTP side."""
     lora: LoraConfig | None = None
     """LoRA adapters; null: none can be served."""
+<<<<<<< HEAD
     scaling: ScalingConfig | None = None
     """One plan for the sizes of all pools that have `autoscaling`, even as `{}`; null: each pool scales by Serve's
     rules."""
+=======
+    trace: TraceConfig | None = None
+    """A trace of the traffic, for the simulator; null: none."""
+>>>>>>> trace-only
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

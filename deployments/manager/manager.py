@@ -38,7 +38,11 @@ from deployments.manager.calls import (
     View,
     Withdraw,
 )
+<<<<<<< HEAD
 from deployments.manager.scaling import Scaling
+=======
+from deployments.manager.traffic import Traffic
+>>>>>>> trace-only
 from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
@@ -70,9 +74,14 @@ class SessionManager:
     """Answers the calls of `deployments.manager.calls`, where each says what it does.
 
     `clock`: seconds, monotonic. `rng`: decides between equals. `listen_s`: seconds from the first call on in which the
+<<<<<<< HEAD
     manager only listens. So a restarted manager knows the fleet and what runs on it before it places anything. All
     methods run on one event loop. `scaling`: makes no plan until its owner runs it; None where the configuration has
     none.
+=======
+    manager only listens. So a restarted manager knows the fleet and what runs on it before it places anything.
+    `traffic`: told of every session. All methods run on one event loop.
+>>>>>>> trace-only
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class SessionManager:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         listen_s: float = 0.0,
+        traffic: Traffic | None = None,
     ) -> None:
         self._clock, self._began_s, self._stale_s = clock, clock(), config.placement.snapshot_stale_s
         self._overcommit = config.placement.overcommit
@@ -90,8 +100,12 @@ class SessionManager:
         self._waiting: dict[str, asyncio.Future[Admit | Reject]] = {}
         self._retires = False
         self._counts = status.Counts()
+<<<<<<< HEAD
         self._may_be_empty = frozenset(name for name, pool in config.pools.items() if bounds_of(pool)[0] == 0)
         self.scaling = Scaling(config, config.scaling, self._allocator, clock) if config.scaling else None
+=======
+        self._traffic = Traffic() if traffic is None else traffic
+>>>>>>> trace-only
         self._adapters = LoadedAdapters()
 
     async def ask(self, call: Call[A]) -> A:
@@ -113,6 +127,7 @@ class SessionManager:
                 self._close(call, now_s)
             case Withdraw(session_id, outcome):
                 self._counts.closed(outcome, self._allocator.withdraw(session_id, now_s))
+                self._traffic.closed(session_id, outcome, now_s)
                 self._tell()
             case Lost(replica_id, gone, crashed):
                 self._allocator.lost(replica_id, now_s, gone, crashed)
@@ -142,6 +157,7 @@ class SessionManager:
         for session_id, answer in self._waiting.items():
             if not answer.done():
                 self._allocator.abandon(session_id)
+                self._traffic.decided(session_id, ASK_AGAIN)
                 answer.set_result(ASK_AGAIN)
 
     async def check_health(self) -> None:
@@ -152,19 +168,26 @@ class SessionManager:
     async def _open(self, request: SessionRequest) -> Admit | Reject:
         if self._retires:
             return ASK_AGAIN
+        arrived_s = self._clock()
         await self._listened()
         decision = self._allocator.open(request, self._clock())
+        self._traffic.opened(request, arrived_s)
         if decision is None:
             return await self._wait(request.session_id)
         self._tell()
-        self._counts.decided(decision)
+        self._decided(request.session_id, decision)
         return decision
+
+    def _decided(self, session_id: str, decision: Admit | Reject) -> None:
+        self._counts.decided(decision)
+        self._traffic.decided(session_id, decision)
 
     def _close(self, call: Close, now_s: float) -> None:
         is_closed = self._allocator.close(
             call.session_id, call.epoch, call.outcome, now_s, call.output_tokens, call.ended
         )
         self._counts.closed(call.outcome, int(is_closed))
+        self._traffic.closed(call.session_id, call.outcome, now_s, call.epoch, call.output_tokens)
         self._tell()
 
     def _report(self, snapshot: ReplicaSnapshot, now_s: float) -> ReportAnswer:
@@ -178,7 +201,12 @@ class SessionManager:
             if part.orphaned:
                 is_closed = self._allocator.close(part.session_id, part.epoch, "orphaned", now_s)
                 self._counts.closed("orphaned", int(is_closed))
-        self._counts.closed("expired", len(self._allocator.sweep(now_s)))
+                self._traffic.closed(part.session_id, "orphaned", now_s, part.epoch)
+        expired = [promise.placement for promise in self._allocator.sweep(now_s)]
+        self._counts.closed("expired", len(expired))
+        for placement in expired:
+            self._traffic.closed(placement.session_id, "expired", now_s, placement.epoch)
+        self._traffic.sweep(now_s)
         self._tell()
         interval_s = self._interval_s()
         if snapshot.info is None or self._listens_s() > 0:
@@ -248,6 +276,7 @@ class SessionManager:
     def _abandon(self, session_id: str, answer: asyncio.Future[Admit | Reject]) -> None:
         """The caller is gone: give up its place in the room, or the placement that it will not learn of."""
         self._counts.closed("abandoned", 1)
+        self._traffic.closed(session_id, "abandoned", self._clock())
         del self._waiting[session_id]
         if answer.done() and isinstance(admit := answer.result(), Admit):
             self._allocator.close(session_id, admit.placement.epoch, "abandoned", self._clock())
@@ -259,5 +288,5 @@ class SessionManager:
         """Pass the allocator's decisions on to the callers that wait for them."""
         for session_id, decision in self._allocator.answers(self._clock()):
             if (answer := self._waiting.get(session_id)) is not None and not answer.done():
-                self._counts.decided(decision)
+                self._decided(session_id, decision)
                 answer.set_result(decision)

@@ -13,6 +13,8 @@ from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import A, Call, Report
 from deployments.manager.manager import LISTEN_S, SessionManager
 from deployments.manager.server import ManagerServer
+from deployments.manager.trace_file import TraceFile
+from deployments.manager.traffic import Traffic
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import until_leaving
 from deployments.serve.metrics import publish_plan
@@ -24,7 +26,9 @@ class ServeSessionManager(SessionManager):
     """See `SessionManager`."""
 
     async def __init__(self, config: BatonConfig) -> None:  # type: ignore[misc]
-        super().__init__(config, listen_s=LISTEN_S)
+        self._trace = TraceFile(config.trace, config.block_size) if config.trace else None
+        traffic = Traffic(self._trace.put, config.placement.default_class) if self._trace else None
+        super().__init__(config, listen_s=LISTEN_S, traffic=traffic)
         self._collector = Collector()
         self._server = ManagerServer(self, cluster_secret(config))
         await self._server.start(get_node_ip_address())
@@ -42,6 +46,9 @@ class ServeSessionManager(SessionManager):
         await until_leaving()
         self._tasks.cancel()
         await self._server.retire()
+        self._traffic.end()
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this where the configuration has `scaling`: the replicas that each pool should have.

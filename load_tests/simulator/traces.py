@@ -2,11 +2,13 @@
 
 Two formats; a file's first line tells which:
 - Mooncake (FAST '25): JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}`. An id names a
-  block of 512 tokens *and* what came before it, so ids are chained hashes.
+  block of 512 tokens *and* what came before it, so ids are chained hashes. A trace of the session manager
+  (`deployments/manager/trace_file.py`) has this format and says more: the size of its blocks, `max_tokens`, the class.
+  Where it does not know what was answered, as of a refused request, the answer of the same class before it stands in.
 - Azure (LLM inference traces): CSV `TIMESTAMP,ContextTokens,GeneratedTokens`. There are no hashes, so nothing is ever
   cached.
 
-The traces do not say how many tokens a client asks for. It is taken to be twice the answer's length after rounding up
+Other traces do not say how many tokens a client asks for. It is taken to be twice the answer's length after rounding up
 to a power of two, at least 256 and at most 8192 tokens. Such a limit is far off but has the right order of magnitude.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +40,7 @@ class TraceRequest:
     """`at_s`: arrival. `hashes`: of the prompt's full blocks, each over all up to its end. `client`: the sender.
 
     `answered`: the hashes of the full blocks behind those, which hold the end of the prompt and the answer; empty where
-    the trace does not say what the next turn repeats.
+    the trace does not say what the next turn repeats. `asked_tokens`: the limit that its client gave; 0: not known.
     """
 
     at_s: float
@@ -46,10 +49,13 @@ class TraceRequest:
     hashes: tuple[int, ...] = ()
     client: str = ""
     answered: tuple[int, ...] = ()
+    asked_tokens: int = 0
 
     @property
     def max_tokens(self) -> int:
         """The number of tokens that its client asks for."""
+        if self.asked_tokens:
+            return max(self.asked_tokens, self.output_tokens)
         rounded = 1 << max(self.output_tokens - 1, 0).bit_length()
         return max(self.output_tokens, min(max(2 * rounded, LEAST_MAX_TOKENS), MOST_MAX_TOKENS))
 
@@ -93,7 +99,17 @@ class Trace:
 
 def mooncake(path: Path) -> Trace:
     """A Mooncake trace. Raises TraceError, which names the line, where one is malformed."""
-    return Trace(path.stem, MOONCAKE_BLOCK_TOKENS, tuple(_read(path, _mooncake_requests)))
+    with path.open() as lines:
+        block_tokens = _block_tokens(path, lines.readline())
+    return Trace(path.stem, block_tokens, tuple(_read(path, functools.partial(_mooncake_requests, block_tokens))))
+
+
+def _block_tokens(path: Path, line: str) -> int:
+    """The tokens of a block, by a trace's first line."""
+    try:
+        return _length(json.loads(line).get("block_tokens", MOONCAKE_BLOCK_TOKENS))
+    except ValueError as error:
+        raise TraceError(f"{path}: request 1: {error!r}") from error
 
 
 def azure(path: Path) -> Trace:
@@ -133,17 +149,26 @@ def _read(path: Path, parse: Callable[[Iterator[str]], Iterator[TraceRequest]]) 
     return sorted(requests, key=lambda request: request.at_s)
 
 
-def _mooncake_requests(lines: Iterator[str]) -> Iterator[TraceRequest]:
+def _mooncake_requests(block_tokens: int, lines: Iterator[str]) -> Iterator[TraceRequest]:
+    answers: dict[str, int] = {}  # the last one of each class
     for line in lines:
         if not line.strip():
             continue
         row = json.loads(line)
-        prompt = _length(row["input_length"])
+        if row.get("block_tokens", MOONCAKE_BLOCK_TOKENS) != block_tokens:
+            raise ValueError(f"blocks of {row.get('block_tokens')} tokens after blocks of {block_tokens}")
+        prompt, priority = _length(row["input_length"]), row.get("class", "")
         hashes = tuple(_hash(block) for block in row["hash_ids"])
-        if len(hashes) < prompt // MOONCAKE_BLOCK_TOKENS:
-            raise ValueError(f"{len(hashes)} hashes for {prompt} tokens")
-        full = hashes[: prompt // MOONCAKE_BLOCK_TOKENS]
-        yield TraceRequest(float(row["timestamp"]) / 1e3, prompt, _length(row["output_length"]), full)
+        if "outcome" in row:
+            output = int(row["output_length"]) or answers.get(priority, 1)
+        else:
+            output = _length(row["output_length"])
+            if len(hashes) < prompt // block_tokens:
+                raise ValueError(f"{len(hashes)} hashes for {prompt} tokens")
+        answers[priority] = output
+        full = hashes[: prompt // block_tokens]
+        at_s = float(row["timestamp"]) / 1e3
+        yield TraceRequest(at_s, prompt, output, full, asked_tokens=int(row.get("max_tokens", 0)))
 
 
 def _azure_requests(lines: Iterator[str]) -> Iterator[TraceRequest]:

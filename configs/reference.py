@@ -33,11 +33,8 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.StoredResponsesConfig: "`ingress.stored_responses`",
     schema.LoraConfig: "`lora`",
     schema.AdapterConfig: "each entry of `lora.adapters`",
-<<<<<<< HEAD
     schema.ScalingConfig: "`scaling`",
-=======
     schema.TraceConfig: "`trace`",
->>>>>>> trace-only
 }
 """Every section of the schema, in the order of the page, with its heading."""
 

@@ -417,14 +417,11 @@ class BatonConfig(Section):
     """The HTTP side."""
     lora: LoraConfig | None = None
     """LoRA adapters; null: none can be served."""
-<<<<<<< HEAD
     scaling: ScalingConfig | None = None
     """One plan for the sizes of all pools that have `autoscaling`, even as `{}`; null: each pool scales by Serve's
     rules."""
-=======
     trace: TraceConfig | None = None
     """A trace of the traffic, for the simulator; null: none."""
->>>>>>> trace-only
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -38,11 +38,8 @@ from deployments.manager.calls import (
     View,
     Withdraw,
 )
-<<<<<<< HEAD
 from deployments.manager.scaling import Scaling
-=======
 from deployments.manager.traffic import Traffic
->>>>>>> trace-only
 from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
@@ -74,14 +71,9 @@ class SessionManager:
     """Answers the calls of `deployments.manager.calls`, where each says what it does.
 
     `clock`: seconds, monotonic. `rng`: decides between equals. `listen_s`: seconds from the first call on in which the
-<<<<<<< HEAD
-    manager only listens. So a restarted manager knows the fleet and what runs on it before it places anything. All
-    methods run on one event loop. `scaling`: makes no plan until its owner runs it; None where the configuration has
-    none.
-=======
     manager only listens. So a restarted manager knows the fleet and what runs on it before it places anything.
-    `traffic`: told of every session. All methods run on one event loop.
->>>>>>> trace-only
+    `traffic`: told of every session. All methods run on one event loop. `scaling`: makes no plan until its owner runs
+    it; None where the configuration has none.
     """
 
     def __init__(
@@ -100,12 +92,9 @@ class SessionManager:
         self._waiting: dict[str, asyncio.Future[Admit | Reject]] = {}
         self._retires = False
         self._counts = status.Counts()
-<<<<<<< HEAD
         self._may_be_empty = frozenset(name for name, pool in config.pools.items() if bounds_of(pool)[0] == 0)
         self.scaling = Scaling(config, config.scaling, self._allocator, clock) if config.scaling else None
-=======
         self._traffic = Traffic() if traffic is None else traffic
->>>>>>> trace-only
         self._adapters = LoadedAdapters()
 
     async def ask(self, call: Call[A]) -> A:

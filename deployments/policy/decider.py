@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from configs.schema import BatonConfig
@@ -192,7 +193,12 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
     """What placement takes from the configuration."""
     placement = config.placement
     limits = {
-        name: Limits(pool.min_prompt_tokens, pool.max_prompt_tokens, frozenset(pool.classes), frozenset(pool.adapters))
+        name: Limits(
+            pool.min_prompt_tokens,
+            pool.max_prompt_tokens,
+            _names(pool.classes, placement.default_class),
+            frozenset(pool.adapters),
+        )
         for name, pool in config.pools.items()
         if pool.min_prompt_tokens or pool.max_prompt_tokens or pool.classes or pool.adapters
     }
@@ -211,3 +217,8 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         relieves=placement.overcommit > 1,
         rebalances=placement.rebalance and placement.policy == "joint",
     )
+
+
+def _names(classes: Collection[str], default: str) -> frozenset[str]:
+    """What requests of these classes ask for: "" is the default one."""
+    return frozenset((*classes, "")) if default in classes else frozenset(classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,15 @@ def test_settings_have_limits_only_for_pools_that_the_configuration_limits() -> 
     settings = settings_of(config())
     assert settings.limits.keys() == {"decode-small"}
     assert settings.limits["decode-small"].max_prompt_tokens == 1000
+
+
+def test_a_pool_of_the_default_class_takes_requests_that_name_none() -> None:
+    pools = config().decode["small"].model_copy(update={"classes": ("default",)})
+    other = pools.model_copy(update={"classes": ("other",)})
+    limits = settings_of(config().model_copy(update={"decode": {"small": pools, "large": other}})).limits
+    unnamed, named = session().request, replace(session().request, priority="default")
+    assert [limits["decode-small"].take(each) for each in (unnamed, named)] == [True, True]
+    assert [limits["decode-large"].take(each) for each in (unnamed, named)] == [False, False]
 
 
 def test_a_request_that_has_waited_longer_than_its_class_allows_is_refused() -> None:

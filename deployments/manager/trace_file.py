@@ -1,7 +1,7 @@
 """The file of a traffic trace: JSON lines, a superset of Mooncake's, which `load_tests.simulator.traces` reads.
 
 `{"timestamp", "input_length", "output_length", "hash_ids", "block_tokens", "max_tokens", "class", "outcome"}`: the time
-of arrival in milliseconds since 1970, lengths in tokens, an id for each full block of the prompt, the tokens of a block.
+of arrival in milliseconds since 1970, lengths in tokens, an id for each full block of the prompt, and a block's tokens.
 
 An id names a block and all before it, so equal ids show prompts that begin alike. It is a hash with a key that each
 process makes anew and keeps nowhere, so the file alone does not even confirm a guess of a prompt.

@@ -63,9 +63,8 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
     return BatonConfig.model_validate(
         {
             "model": {"max_model_len": cluster.max_model_len},
-            "prefill": _pool(cluster.prefill, block_tokens),
-            "decode": {pool.name: _pool(pool, block_tokens) for pool in cluster.decode},
-            "channel": {"kind": "in_process", "link_bytes_per_s": cluster.prefill.profile.nic_bytes_per_s},
+            **_pools(cluster, block_tokens),
+            "channel": {"kind": "in_process", "link_bytes_per_s": cluster.pools[0].profile.nic_bytes_per_s},
             "placement": {
                 "policy": options.policy,
                 "split": options.split,
@@ -83,6 +82,18 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
             },
         }
     )
+
+
+def _pools(cluster: Cluster, block_tokens: int) -> dict[str, object]:
+    """The sections of the pools."""
+    named: dict[str, dict[str, object]] = {"decode": {}, "mixed": {}}
+    prefill: dict[str, object] = {}
+    for pool in cluster.pools:
+        if pool.role is Role.PREFILL:
+            prefill["prefill"] = _pool(pool, block_tokens)
+        else:
+            named[pool.role.value][pool.name] = _pool(pool, block_tokens)
+    return prefill | named
 
 
 def _pool(pool: Pool, block_tokens: int) -> dict[str, object]:
@@ -107,7 +118,7 @@ def nodes(cluster: Cluster, block_tokens: int, rng: random.Random) -> dict[str, 
     """Every replica by its id. Each is a little faster or slower than its kind."""
     made = {}
     for pool in cluster.pools:
-        deployment = pool.name if pool.role is Role.PREFILL else f"decode-{pool.name}"
+        deployment = pool.name if pool.role is Role.PREFILL else f"{pool.role.value}-{pool.name}"
         for number in range(pool.replicas):
             info = _info(f"{deployment}-{number:04}", deployment, pool, cluster.max_model_len, block_tokens)
             speed = rng.lognormvariate(0.0, cluster.replica_sigma) if cluster.replica_sigma else 1.0

@@ -86,7 +86,7 @@ CPU = Profile("cpu", CPU_STEPS, roofline(SMOLLM2, "cpu").coefficients(), 8053063
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Replicas of one kind. `name`: "prefill", or the name of a decode pool."""
+    """Replicas of one kind. `name`: "prefill", or the name of a decode or mixed pool."""
 
     name: str
     role: Role

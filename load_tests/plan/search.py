@@ -49,7 +49,7 @@ class Search:
         return None if counts is None else Fleet(kind, counts)
 
     def tell(self, fleet: Fleet, meets: bool) -> None:
-        """What came of a fleet. The last word counts: a fleet that met the objectives may miss them with other seeds."""
+        """What came of a fleet. The last word counts: one that met the objectives may miss them with another seed."""
         good, bad = self._good[fleet.kind], self._bad[fleet.kind]
         if meets:
             good.append(fleet.counts)

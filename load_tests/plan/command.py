@@ -168,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--long", type=_long, metavar="TOKENS:SECONDS", help="TTFT of the prompts with more tokens")
     one.add_argument("--target", type=_share, default=TARGET, help=f"share of requests in time; default: {TARGET}")
     one.add_argument("--rate", type=_positive, help="mean requests per second of the whole trace; default: its own")
-    one.add_argument("--requests", type=int, default=2000, help="the busiest so many in a row are simulated")
+    one.add_argument("--requests", type=int, default=4000, help="the busiest so many in a row are simulated")
     one.add_argument("--devices", type=Path, metavar="FILE", help="devices and their costs, as YAML or JSON")
     one.add_argument("--use", type=lambda text: text.split(","), help="of these devices only, by comma")
     one.add_argument("--roles", choices=("any", "split", "mixed"), default="any", help="pools to choose from")

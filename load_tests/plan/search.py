@@ -5,8 +5,10 @@ pool, and one that meets rules out all that cost as much or more. The kinds are 
 that promises to be the cheapest first:
 
 1. Along a line of fleets with the guessed ratio of the pools, from the guess upwards, until one meets the objectives.
-2. Between that and the largest on the line that does not: halving.
-3. Every fleet that costs less and is not ruled out, the dearest first: these rule out most.
+   Where none on it does, the largest fleets with other ratios.
+2. Between that and the largest of the same ratio that does not: halving.
+3. Every fleet that costs less and is not ruled out, the dearest first: these rule out most. Where one meets the
+   objectives, 2. again with its ratio.
 
 As DistServe's placement search (OSDI '24), it simulates instead of solving, and halves. Unlike that, the pools are not
 sized one by one: here, any replica may do any work, so one pool's size depends on the other's.
@@ -76,42 +78,39 @@ class Search:
             in_reach = below is None or kind.cost(counts) < below - 1e-9
             return in_reach and sum(counts) >= room.least and not any(within(counts, each) for each in bad)
 
-        line = [counts for counts in _line(room, self._most) if is_open(counts)]
-        if below is None:
+        base = min(good, key=kind.cost, default=room.guess)
+        line = [counts for counts in _line(base, room.least, self._most) if is_open(counts)]
+        if below is None and line:
             return self._grown(room, line, bad)
         if good and line:
             return line[len(line) // 2]
-        ratio = _shares(self.best_of(kind).counts if good else room.guess)  # type: ignore[union-attr]
+        share = base[0] / sum(base)
         return max(
-            (counts for counts in _all(room, self._most) if is_open(counts)),
-            key=lambda counts: (round(kind.cost(counts), 9), -abs(_shares(counts)[0] - ratio[0])),
+            (counts for counts in _all(len(base), self._most) if is_open(counts)),
+            key=lambda counts: (round(kind.cost(counts), 9), -abs(counts[0] / sum(counts) - share)),
             default=None,
         )
 
-    def _grown(self, room: Room, line: Sequence[Counts], bad: Sequence[Counts]) -> Counts | None:
+    def _grown(self, room: Room, line: Sequence[Counts], bad: Sequence[Counts]) -> Counts:
         """The first fleet on the line that is large enough to be worth a try; the largest where none is."""
         tried = max((sum(counts) for counts in bad), default=0)
         wanted = max(sum(room.guess), GROWTH * tried)
-        return next((counts for counts in line if sum(counts) >= wanted), line[-1] if line else None)
+        return next((counts for counts in line if sum(counts) >= wanted), line[-1])
 
 
-def _line(room: Room, most: int) -> Iterator[Counts]:
-    """Fleets with the guessed ratio of the pools, the small ones first."""
-    whole, last = sum(room.guess), None
-    for total in range(room.least, most + 1):
-        head = tuple(max(1, round(number * total / whole)) for number in room.guess[:-1])
+def _line(base: Counts, least: int, most: int) -> Iterator[Counts]:
+    """Fleets of `least` to `most` replicas with the ratio of `base`, the small ones first."""
+    last = None
+    for total in range(least, most + 1):
+        head = tuple(max(1, round(number * total / sum(base))) for number in base[:-1])
         counts = (*head, max(1, total - sum(head)))
         if counts != last and sum(counts) <= most:
             yield counts
         last = counts
 
 
-def _all(room: Room, most: int) -> Iterator[Counts]:
-    pools = len(room.guess)
+def _all(pools: int, most: int) -> Iterator[Counts]:
+    """Every fleet of at most `most` replicas."""
     for counts in itertools.product(range(1, most + 1), repeat=pools):
         if sum(counts) <= most:
             yield counts
-
-
-def _shares(counts: Counts) -> tuple[float, ...]:
-    return tuple(number / sum(counts) for number in counts)

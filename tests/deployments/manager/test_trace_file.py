@@ -149,7 +149,7 @@ class Traced:
     """A session manager with a trace, and two replicas."""
 
     def __init__(self, path: Path) -> None:
-        self.now_s = 0.0
+        self.now_s, self._version = 0.0, 0
         made = config(path)
         assert made.trace is not None
         self.file = TraceFile(made.trace, made.block_size, since_s=0.0)
@@ -157,9 +157,10 @@ class Traced:
         self.manager = SessionManager(made, lambda: self.now_s, traffic=self.traffic)
 
     async def up(self) -> None:
+        self._version += 1
         for replica_id, pool, role in (("p0", "prefill", Role.PREFILL), ("d0", "decode-main", Role.DECODE)):
             info = ReplicaInfo(replica_id, pool, role, "node", "engine", BLOCK, 1000, 8, 2048)
-            await self.manager.ask(Report(ReplicaSnapshot(replica_id, 1, Phase.READY, info)))
+            await self.manager.ask(Report(ReplicaSnapshot(replica_id, self._version, Phase.READY, info)))
 
     async def serve(self, session_id: str, hashes: tuple[int, ...], output_tokens: int) -> None:
         request = SessionRequest(session_id, BLOCK * len(hashes) + 3, 64, hashes=hashes, client="somebody")
@@ -181,9 +182,9 @@ async def test_what_the_manager_wrote_is_read_back_and_replayed_also_over_a_rest
     for life in range(2):
         traced = Traced(path)
         traced.now_s = 100.0 * life
-        await traced.up()
         for turn in range(10):
             traced.now_s += 1.0
+            await traced.up()
             await traced.serve(f"{life}-{turn}", talk[: turn + 1], 10 + turn)
         refused = await traced.manager.ask(Open(SessionRequest(f"{life}-refused", 40, 64, priority="unknown")))
         assert isinstance(refused, Reject)

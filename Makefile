@@ -9,8 +9,11 @@ RAY_PORT       ?= 6379
 DASHBOARD_PORT ?= 8265
 # In a Ray of our own, between clients and ingresses: haproxy, which is the default, or serve for Serve's own proxy.
 PROXY ?=
-# Extra arguments: for pytest with `test`, for the launcher with `serve`, for `bench`, `tune` and `gpu-check`.
+# Extra arguments: for pytest with `test`, for the launcher with `serve`, for `bench`, `plan`, `tune` and
+# `gpu-check`.
 ARGS ?=
+# What `plan` plans for: a file, or the beginning of its name in $$TRACES.
+TRACE ?=
 # What `gpu-check` runs with: any Python that has torch and nixl.
 PYTHON ?= python3
 
@@ -23,7 +26,7 @@ PYTEST_FAST   := $(BIN)/python -m pytest -m "not engine and not serve and not sl
 PYTEST_REST   := $(BIN)/python -m pytest -m "engine or serve or slow" -n 2 --dist loadscope --durations=10
 PROJECT_PINS  := pyproject.toml constraints.txt overrides.txt
 
-.PHONY: env serve test test-fast check docs format bench tune gpu-check clean help
+.PHONY: env serve test test-fast check docs format bench plan tune gpu-check clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -84,6 +87,10 @@ format: env ## let ruff rewrite what it can
 bench: env ## run one benchmark: make bench NAME=serving|overhead|transfer|placement|policies|scaling|simulator|chaos|soak|fuzz
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=<module of load_tests/bench>" >&2; exit 2; }
 	$(BIN)/python -m load_tests.bench.$(NAME) $(ARGS)
+
+plan: env ## which fleet serves a trace within objectives for the least cost (TRACE)
+	@test -n "$(TRACE)" || { echo "usage: make plan TRACE=<file, or the beginning of its name in TRACES>" >&2; exit 2; }
+	@$(BIN)/baton plan $(TRACE) $(ARGS)
 
 tune: env ## measure an engine of each pool by itself and print the settings that it speaks for (CONFIG)
 	@$(BIN)/python -m load_tests.tune --config $(CONFIG) $(ARGS)

@@ -63,9 +63,8 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
     return BatonConfig.model_validate(
         {
             "model": {"max_model_len": cluster.max_model_len},
-            "prefill": _pool(cluster.prefill, block_tokens),
-            "decode": {pool.name: _pool(pool, block_tokens) for pool in cluster.decode},
-            "channel": {"kind": "in_process", "link_bytes_per_s": cluster.prefill.profile.nic_bytes_per_s},
+            **_pools(cluster, block_tokens),
+            "channel": {"kind": "in_process", "link_bytes_per_s": cluster.pools[0].profile.nic_bytes_per_s},
             "placement": {
                 "policy": options.policy,
                 "split": options.split,
@@ -83,6 +82,18 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
             },
         }
     )
+
+
+def _pools(cluster: Cluster, block_tokens: int) -> dict[str, object]:
+    """The sections of the pools."""
+    named: dict[str, dict[str, object]] = {"decode": {}, "mixed": {}}
+    prefill: dict[str, object] = {}
+    for pool in cluster.pools:
+        if pool.role is Role.PREFILL:
+            prefill["prefill"] = _pool(pool, block_tokens)
+        else:
+            named[pool.role.value][pool.name] = _pool(pool, block_tokens)
+    return prefill | named
 
 
 def _pool(pool: Pool, block_tokens: int) -> dict[str, object]:
@@ -116,7 +127,7 @@ def nodes(cluster: Cluster, block_tokens: int, rng: random.Random) -> dict[str, 
 
 def deployment_of(pool: Pool) -> str:
     """The name of a pool's deployment."""
-    return pool.name if pool.role is Role.PREFILL else f"decode-{pool.name}"
+    return pool.name if pool.role is Role.PREFILL else f"{pool.role.value}-{pool.name}"
 
 
 def new_node(cluster: Cluster, pool: Pool, number: int, block_tokens: int, rng: random.Random) -> Node:

@@ -88,7 +88,8 @@ CPU = Profile("cpu", CPU_STEPS, roofline(SMOLLM2, "cpu").coefficients(), 8053063
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Replicas of one kind. `name`: "prefill", or the name of a decode pool. `strict`: as in the configuration."""
+    """Replicas of one kind. `name`: "prefill", or the name of a decode or mixed pool. `strict`: as in the
+    configuration."""
 
     name: str
     role: Role

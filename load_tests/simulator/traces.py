@@ -4,7 +4,8 @@ Two formats; a file's first line tells which:
 - Mooncake (FAST '25): JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}`. An id names a
   block of 512 tokens *and* what came before it, so ids are chained hashes. A trace of the session manager
   (`deployments/manager/trace_file.py`) has this format and says more: the size of its blocks, `max_tokens`, the class.
-  Where it does not know what was answered, as of a refused request, the answer of the same class before it stands in.
+  Where it does not know what was answered, as of a refused request, the last answer before it stands in, of its class
+  where there is one.
 - Azure (LLM inference traces): CSV `TIMESTAMP,ContextTokens,GeneratedTokens`. There are no hashes, so nothing is ever
   cached.
 
@@ -151,6 +152,7 @@ def _read(path: Path, parse: Callable[[Iterator[str]], Iterator[TraceRequest]]) 
 
 def _mooncake_requests(block_tokens: int, lines: Iterator[str]) -> Iterator[TraceRequest]:
     answers: dict[str, int] = {}  # the last one of each class
+    output = 1
     for line in lines:
         if not line.strip():
             continue
@@ -160,7 +162,7 @@ def _mooncake_requests(block_tokens: int, lines: Iterator[str]) -> Iterator[Trac
         prompt, priority = _length(row["input_length"]), row.get("class", "")
         hashes = tuple(_hash(block) for block in row["hash_ids"])
         if "outcome" in row:
-            output = int(row["output_length"]) or answers.get(priority, 1)
+            output = int(row["output_length"]) or answers.get(priority, output)
         else:
             output = _length(row["output_length"])
             if len(hashes) < prompt // block_tokens:

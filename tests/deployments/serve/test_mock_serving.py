@@ -16,6 +16,7 @@ import pytest
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.serve.scaling import POLICY
 from deployments.stored.store import LOST
+from load_tests.simulator.traces import TraceRequest, load
 from load_tests.traffic import vllm_bench
 from tests.e2e.client import Load, answer_to, events, until
 from tests.e2e.cluster import NAME, Cluster, processes, started, total
@@ -28,9 +29,17 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    more: dict[str, Any] = {"ingress": {"stored_responses": {}}}
-    with started("mock.yaml", tmp_path_factory.mktemp("mock"), more=more, drain_s=DRAIN_S) as cluster:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mock")
+
+
+@pytest.fixture(scope="module")
+def mock(folder: Path) -> Iterator[Cluster]:
+    more: dict[str, Any] = {
+        "ingress": {"stored_responses": {}},
+        "trace": {"path": str(folder / "traffic.jsonl")},
+    }
+    with started("mock.yaml", folder, more=more, drain_s=DRAIN_S) as cluster:
         yield cluster
 
 
@@ -51,6 +60,26 @@ async def test_split_answers_equal_unsplit_ones(mock: Cluster) -> None:
     assert {response.headers["x-baton-mode"] for response in whole} == {"decode_local"}
     tokens = [[response.json()["choices"][0]["token_ids"] for response in kind] for kind in (split, whole)]
     assert tokens[0] == tokens[1]
+
+
+async def test_the_session_manager_keeps_a_trace_that_the_simulator_reads(mock: Cluster, folder: Path) -> None:
+    prompt = [3000 + number for number in range(5 * BLOCK + 1)]
+    async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
+        for max_tokens in (5, 6):
+            answer = await client.post("/v1/completions", json=ask(prompt, max_tokens=max_tokens))
+            assert answer.status_code == 200
+
+    def written() -> list[TraceRequest]:
+        file = folder / "traffic.jsonl"
+        found = load(file).requests if file.exists() and file.stat().st_size else ()
+        return [each for each in found if each.prompt_tokens == len(prompt)]
+
+    await until(lambda: len(written()) == 2, 60.0, "two lines")
+    one, two = written()
+    assert [(each.output_tokens, each.max_tokens) for each in (one, two)] == [(5, 5), (6, 6)]
+    assert one.hashes == two.hashes
+    assert len(one.hashes) == 5
+    assert 0 < two.at_s - one.at_s < BACK_WITHIN_S
 
 
 async def test_vllms_own_benchmark_measures_it_too(mock: Cluster) -> None:

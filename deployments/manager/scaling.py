@@ -26,7 +26,7 @@ logger = logging.getLogger("baton.scaling")
 LISTEN_S = 60.0
 """The longest time in which a manager that has begun waits for the replicas that Serve has to report."""
 FOLLOWED_S = 30.0
-"""Seconds within which Serve has heard of a plan, whatever the interval of its numbers."""
+"""Serve hears of a plan within so many seconds, also with the longest interval of its numbers."""
 
 NOT_FOLLOWED = (
     "Serve keeps %d replicas of %s, and the plan has %d: does the application have "

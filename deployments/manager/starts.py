@@ -6,8 +6,8 @@ from __future__ import annotations
 class Starts:
     """The starts of one pool, by the times when they were asked for, in seconds of the caller's clock.
 
-    A replica that takes long to be placed reports nothing, and one that crashes while it loads is started again. So a
-    start is what lacks to the target, whatever is heard of it, and it is as old as the lack is.
+    A replica that takes long to be placed reports nothing, and one that crashes while it loads is started again. So
+    reports do not count. A start is a replica that the pool lacks to its target, and is as old as the lack is.
     """
 
     def __init__(self) -> None:

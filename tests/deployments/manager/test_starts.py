@@ -26,7 +26,7 @@ def test_a_replica_that_crashes_is_a_new_start_and_one_that_crashes_while_it_loa
     starts = Starts()
     starts.ages(2, 2, 0.0)
     assert starts.ages(2, 1, 10.0) == (0.0,)
-    assert starts.ages(2, 1, 20.0) == (10.0,), "whatever Serve tries meanwhile"
+    assert starts.ages(2, 1, 20.0) == (10.0,), "Serve may have tried several times"
 
 
 def test_one_becomes_ready_while_another_one_is_asked_for() -> None:

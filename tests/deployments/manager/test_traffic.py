@@ -1,4 +1,4 @@
-"""What becomes of sessions, for the trace: one line each, whatever happens on the way."""
+"""What becomes of sessions, for the trace. A session is one line, also where it is lost, moved or placed again."""
 
 from __future__ import annotations
 

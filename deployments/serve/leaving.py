@@ -7,18 +7,13 @@ module reads the private flag of Serve's replica, which costs nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 
-from ray import serve
 from ray._private.worker import global_worker
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-logger = logging.getLogger("baton.leaving")
+from deployments.serve.own_application import own_application
 
 LOOK_S = 0.1
-STATUS_TIMEOUT_S = 5.0
 
 
 def is_leaving() -> bool:
@@ -37,13 +32,7 @@ async def until_leaving() -> None:
 async def is_application_leaving() -> bool:
     """Whether Serve deletes the whole application, so that no session can go on elsewhere.
 
-    False when Serve does not answer in time, or answers with an error.
+    False where Serve does not say.
     """
-    try:
-        async with asyncio.timeout(STATUS_TIMEOUT_S):
-            status = await asyncio.to_thread(serve.status)
-    except (RayError, RayServeException, TimeoutError) as error:
-        logger.warning("Serve does not say whether the application is leaving: %r", error)
-        return False
-    application = status.applications.get(serve.get_replica_context().app_name)
+    application = await own_application()
     return application is not None and application.status is ApplicationStatus.DELETING

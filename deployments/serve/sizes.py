@@ -1,34 +1,21 @@
-"""How many replicas Serve has of each deployment of this application, by its public `serve.status`."""
+"""How many replicas Serve has of each deployment of this application."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Mapping
 
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview
 
 from deployments.manager.scaling import Size
+from deployments.serve.own_application import own_application
 
-logger = logging.getLogger("baton.scaling")
-
-STATUS_TIMEOUT_S = 5.0
 COMING = ("STARTING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 SETTLED = "HEALTHY"
 
 
 async def sizes() -> Mapping[str, Size] | None:
-    """The sizes by deployment. None where Serve does not answer in time, or answers with an error."""
-    try:
-        async with asyncio.timeout(STATUS_TIMEOUT_S):
-            status = await asyncio.to_thread(serve.status)
-    except (RayError, RayServeException, TimeoutError) as error:
-        logger.warning("Serve does not say how many replicas there are: %r", error)
-        return None
-    application = status.applications.get(serve.get_replica_context().app_name)
+    """The sizes by deployment. None where Serve does not say."""
+    application = await own_application()
     return None if application is None else sizes_of(application)
 
 

@@ -13,6 +13,9 @@ STEADY = 0.9
 PROMPT_SHARE = 0.75
 """The default of `placement.prompt_share`."""
 
+MOST_SHARE = 0.9
+"""The largest share of a step's time that many prompts get beside answers without an objective."""
+
 LOOKED_AT = 16
 """The most waiting prompts that an engine looks at, to find one that is short."""
 
@@ -20,13 +23,24 @@ LEAST_SHARE = 0.25
 """The least share of a step's time that prompts get beside running answers, however little their objectives leave."""
 
 
-def allowed_step_s(tpot_s: float, decoding_s: float, prompt_share: float) -> float:
+def share_of_prompts(prompt_share: float, prompts: int) -> float:
+    """The share of a step that so many prompts, begun or waiting, get together beside answers without an objective.
+
+    `prompt_share`: the share of a single prompt. Each further one gets as much again as the answers have, up to
+    `MOST_SHARE`. The fewer the steps that compute the prompts, the less time goes to the steps' own cost, and the more
+    answers share that cost afterwards.
+    """
+    odds = max(prompts, 1) * prompt_share / (1.0 - prompt_share)
+    return max(prompt_share, min(odds / (1.0 + odds), MOST_SHARE))
+
+
+def allowed_step_s(tpot_s: float, decoding_s: float, share: float) -> float:
     """The longest step with prompts in it that a running answer allows.
 
-    `tpot_s`: its objective; 0: none. `decoding_s`: what the step takes without prompts. `prompt_share`: the share of a
-    step for prompts beside answers without an objective.
+    `tpot_s`: its objective; 0: none. `decoding_s`: what the step takes without prompts. `share`: that of the prompts
+    beside answers without an objective.
     """
-    return STEADY * tpot_s if tpot_s else decoding_s / (1.0 - prompt_share)
+    return STEADY * tpot_s if tpot_s else decoding_s / (1.0 - share)
 
 
 def prompt_budget(
@@ -36,14 +50,14 @@ def prompt_budget(
     context: int,
     begun_tokens: int,
     objectives: Collection[float],
-    prompt_share: float,
+    share: float,
 ) -> int:
     """The most prompt tokens of the next step, at least 1.
 
     `step_tokens`: the most tokens in a step. `sequences`, `context`: the answers that run, and the tokens that they
     hold together. `begun_tokens`: how much of the prompt is computed already. `objectives`: the TPOT objectives of
     these answers, and of those whose KV cache is about to arrive; 0 stands for none. Without any answer, prompts take
-    the whole step. `prompt_share`: see `allowed_step_s`.
+    the whole step. `share`: that of the prompts beside answers without an objective (`share_of_prompts`).
 
     The step takes as long as the answers allow, and a quarter of it at least goes to prompts. A token costs more the
     more tokens are before it, so chunks shrink along a prompt.
@@ -52,7 +66,7 @@ def prompt_budget(
     if not objectives or not any(steps):
         return whole
     decoding_s = steps.step_s(0, 0, sequences, context)
-    allowed_s = min(allowed_step_s(each, decoding_s, prompt_share) for each in objectives)
+    allowed_s = min(allowed_step_s(each, decoding_s, share) for each in objectives)
     left_s = max(allowed_s - decoding_s, decoding_s * LEAST_SHARE / (1.0 - LEAST_SHARE))
     token_s, square_s = steps.prefill_token_s + begun_tokens * steps.prefill_context_s, steps.prefill_context_s / 2
     if token_s * whole + square_s * whole * whole <= left_s:

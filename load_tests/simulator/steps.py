@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deployments.messages import Finished, StepSample
-from deployments.policy.step_size import PROMPT_SHARE, prompt_budget
+from deployments.policy.step_size import PROMPT_SHARE, prompt_budget, share_of_prompts
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.span import Span
@@ -81,10 +81,10 @@ class Pace:
     def __init__(self, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float) -> None:
         self._coefficients, self._limits, self._rng, self._speed = coefficients, limits, rng, speed
 
-    def prompt_budget(self, batch: DecodeBatch, coming: Iterable[Work], begun_tokens: int) -> int:
+    def prompt_budget(self, batch: DecodeBatch, coming: Iterable[Work], begun_tokens: int, prompts: int) -> int:
         """The most prompt tokens of the next step, beside this batch and what joins it soon.
 
-        See `step_size.prompt_budget`.
+        `prompts`: how many are begun or wait. See `step_size.prompt_budget`.
         """
         limits, objectives = self._limits, batch.objectives | {work.tpot_s for work in coming}
         return prompt_budget(
@@ -94,7 +94,7 @@ class Pace:
             batch.context,
             begun_tokens,
             objectives,
-            limits.prompt_share,
+            share_of_prompts(limits.prompt_share, prompts),
         )
 
     def step(self, now_s: float, batch: DecodeBatch, steps: int, chunks: list[tuple[Work, int]], context: int) -> Step:

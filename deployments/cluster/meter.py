@@ -155,8 +155,7 @@ class SessionMeter:
         assert self._placement is not None, "it has a pool, so it is placed"
         if predicted_s := self._placement.forecast.ttft_s:
             registry.histogram(names.TTFT_RATIO, pool=name).observe((now_s - self._placed_s) / predicted_s)
-        if stats is not None:
-            self._prompt(name, stats)
+        self._prompt(name, stats)
 
     def _parts(self, now_s: float) -> dict[str, float]:
         """The parts of the time to the first token. Without an engine's events, all of its time is `prefill`."""
@@ -171,9 +170,11 @@ class SessionMeter:
             "delivery": max(0.0, prefilled_s - self._placed_s - queue_s - prefill_s),
         }
 
-    def _prompt(self, pool: str, stats: PrefillStats) -> None:
+    def _prompt(self, pool: str, stats: PrefillStats | None) -> None:
         registry = self._meter.registry
-        registry.value(names.PROMPT_TOKENS, pool=pool).add(stats.num_prompt_tokens)
+        registry.value(names.PROMPT_TOKENS, pool=pool).add(self._prompt_tokens)
+        if stats is None:
+            return
         registry.value(names.CACHED, pool=pool).add(stats.num_cached_tokens)
         for source, tokens in (
             ("local_compute", stats.num_computed_tokens),

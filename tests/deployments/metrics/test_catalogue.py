@@ -5,31 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels as panels
 import vllm.v1.metrics.buckets as vllm_buckets
 
 from deployments.metrics import metric
 from deployments.metrics.catalogue import METRICS
 from deployments.metrics.metric import Kind
 from deployments.metrics.page import table
+from tests.metrics_asked import asked_by_ray
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
-NO_MEANING_HERE = re.compile(
-    "ray_vllm_("
-    "num_requests_swapped"  # vLLM has none any more
-    "|nixl_post_time_seconds_|nixl_num_kv_expired_reqs_"  # of vLLM's own NIXL connector
-    "|kv_offload_|.*offload|external_prefix_cache_queries"  # nothing is offloaded
-    ")"
-)
-
-
-def asked_by_ray() -> set[str]:
-    """The metrics of vLLM that Ray's Serve LLM panels ask for."""
-    text = Path(panels.__file__).read_text()
-    names = set(re.findall(r"ray_vllm_\w+", text))
-    bases = {name for name in names if any(f'_histogram_panels(\n        "{name}"' in text for _ in (0,))}
-    bases |= {name for name in names if re.search(rf'_histogram_panels\(\s*"{name}"', text)}
-    return names - bases | {base + end for base in bases for end in ("_bucket", "_sum", "_count")}
 
 
 def test_the_page_has_every_metric_and_no_other() -> None:
@@ -66,7 +50,6 @@ def test_the_buckets_are_vllms() -> None:
 
 
 def test_rays_panels_find_all_that_has_a_meaning_here() -> None:
-    shown = {name for each in METRICS for name in each.shown}
     asked = asked_by_ray()
-    assert len(asked) > 30
-    assert {name for name in asked if not NO_MEANING_HERE.match(name)} - shown == set()
+    assert len(asked) > 25
+    assert asked - {name for each in METRICS for name in each.shown} == set()

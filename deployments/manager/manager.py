@@ -144,7 +144,7 @@ class SessionManager:
 
     def meter(self, registry: Registry) -> ManagerMeter:
         """What brings this manager's metrics up to date in `registry`."""
-        return ManagerMeter(registry, self._allocator, self._counts, self.scaling)
+        return ManagerMeter(registry, self._allocator, self._counts, self.scaling, self._clock)
 
     def retire(self) -> None:
         """Another manager takes over: callers that wait here must ask that one. What is placed stays as it is."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
+from collections.abc import Callable
 
 from deployments.manager.scaling import Scaling
 from deployments.manager.status import Counts
@@ -17,14 +17,22 @@ NOW = (names.PROMISED, names.USED, names.TOTAL, names.READY)
 
 
 class ManagerMeter:
-    """Brings the manager's metrics up to date. `registry`: has `model_name` and `policy`."""
+    """Brings the manager's metrics up to date. `registry`: has `model_name` and `policy`. `clock`: the manager's."""
 
-    def __init__(self, registry: Registry, allocator: Allocator, counts: Counts, scaling: Scaling | None) -> None:
-        self._registry, self._allocator, self._counts, self._scaling = registry, allocator, counts, scaling
+    def __init__(
+        self,
+        registry: Registry,
+        allocator: Allocator,
+        counts: Counts,
+        scaling: Scaling | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry, self._allocator, self._counts = registry, allocator, counts
+        self._scaling, self._clock = scaling, clock
 
     async def collect(self) -> None:
         """One round."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._sessions(now_s)
         self._pools(now_s)
         if self._scaling is not None:

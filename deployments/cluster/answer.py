@@ -56,6 +56,12 @@ class Answer:
         """Why an answer that has begun cannot continue on another replica; "" when it can."""
         return continuation_rule(traits(self.request))
 
+    @property
+    def has_stop_strings(self) -> bool:
+        """vLLM's frontend finds them, and then cancels the request."""
+        params = self.request.sampling_params
+        return params is not None and bool(params.stop)
+
     def remainder(self, number: int, moved_from: str, after_progress: bool) -> Remainder:
         """What attempt `number`, from 2, has to do."""
         if self.context is not None and self.sent and is_seeded(self.request):

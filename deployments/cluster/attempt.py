@@ -31,7 +31,6 @@ from deployments.cluster.session import (
     PrefillOver,
     Session,
     StartDecode,
-    State,
 )
 from deployments.cluster.timings import Timings
 from deployments.errors import HandoffFailed, ReplicaLost, RequestFault, SessionError
@@ -182,10 +181,7 @@ class Attempt:
     # ---- take
 
     def take(self, replica_id: str, output: EngineCoreOutput, stamp_s: float = 0.0) -> None:
-        """Take an engine's output. The caller flushes the batch when it has given all outputs of one message.
-
-        `stamp_s`: when the engine made it, by the engine's clock.
-        """
+        """Take an engine's output, of `stamp_s` by its clock. The caller flushes the batch after all of one message."""
         role = self._roles.get(replica_id)
         if role is None:
             return
@@ -199,20 +195,11 @@ class Attempt:
             output.prefill_stats = None  # its prompt holds tokens that the client was given as an answer
         elif role is Role.DECODE and self.placement.prefill is not None and output.prefill_stats is not None:
             output.prefill_stats = self._prefill_stats  # prefill's counts are the request's
-        self._measure(role, output, stamp_s)
+        if self._answer.meter is not None:
+            self._answer.meter.took(role, output.events, stamp_s)
         finish = None if output.finish_reason is None else FINISH[output.finish_reason]
         fault = (output.trace_headers or {}).get(FAULT, "")
         self._carry_out(self.session.output(role, output, finish, fault))
-
-    def _measure(self, role: Role, output: EngineCoreOutput, stamp_s: float) -> None:
-        """Note what an output that is not merely the next one says of the prompt and the handoff."""
-        meter, placement = self._answer.meter, self.placement
-        if meter is None or placement is None:
-            return
-        if output.events and (role is Role.PREFILL or placement.prefill is None):
-            meter.computed(output.events, stamp_s)
-        if role is Role.DECODE and self.session.state is State.LANDING:
-            meter.handed_over()
 
     def running_on(self) -> list[tuple[Role, ReplicaInfo]]:
         """The replicas that it runs on; none when it is over."""

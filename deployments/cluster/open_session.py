@@ -100,11 +100,12 @@ class OpenSession:
             self._answer.meter.again("move" if moved_from else "loss", lost.session.error)
 
     def _count_end(self) -> None:
-        """Count the session as ended. A client that is still there has found its stop string."""
+        """Count the session as ended. One that vLLM's frontend cancelled for a stop string has ended well."""
         answer, session = self._answer, self.now.session
         if answer.meter is None:
             return
-        stopped = session.outcome == "cancelled" and answer.context is not None and not answer.context.left
+        has_left = answer.context is not None and answer.context.left
+        stopped = session.outcome == "cancelled" and answer.has_stop_strings and not has_left
         answer.meter.ended(str(session.mode or ""), "stop" if stopped else session.outcome)
 
     def end(self) -> None:

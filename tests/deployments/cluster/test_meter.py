@@ -67,7 +67,7 @@ def answered(clock: Clock) -> Registry:
     clock.now_s += 0.5
     session.placed(placement("decode-a"), "")
     clock.now_s += 1.5
-    session.computed([Event(QUEUED, 7.0), Event(SCHEDULED, 7.25)], 8.0)
+    session.took(Role.DECODE, [Event(QUEUED, 7.0), Event(SCHEDULED, 7.25)], 8.0)
     session.gave(1, Stats())
     clock.now_s += 0.25
     session.gave(1, None)
@@ -75,7 +75,7 @@ def answered(clock: Clock) -> Registry:
     clock.now_s += 0.5
     session.placed(placement("decode-b"), "")
     clock.now_s += 0.5
-    session.computed([Event(QUEUED, 1.0), Event(SCHEDULED, 2.0)], 3.0)
+    session.took(Role.DECODE, [Event(QUEUED, 1.0), Event(SCHEDULED, 2.0)], 3.0)
     session.gave(1, Stats())
     clock.now_s += 0.25
     session.gave(2, None)
@@ -128,6 +128,22 @@ def test_where_decode_pulls_the_handoff_is_a_part_of_the_first_token(clock: Cloc
     parts = {part: seconds for (_, part), seconds in shown(registry, "baton_ttft_seconds").items()}
     assert (parts["prefill"], parts["handoff"], parts["delivery"]) == (1.0, 0.5, 0.0)
     assert shown(registry, "baton_ttft_prediction_ratio_count") == {}, "nothing was predicted"
+
+
+@pytest.mark.parametrize(("overtakes", "gaps"), [(False, {("a",): 0.5}), (True, {})])
+def test_the_gap_of_a_handoff_counts_once(clock: Clock, overtakes: bool, gaps: dict[tuple[str, ...], float]) -> None:
+    registry = Registry(model_name="m")
+    session = SessionMeter(Meter(registry), 40)
+    session.placed(replace(placement("a"), prefill=replica("prefill")), "")
+    if overtakes:
+        session.took(Role.DECODE, None, 1.0)
+    session.took(Role.PREFILL, None, 1.0)
+    session.gave(1, None)
+    for _ in range(2):
+        clock.now_s += 0.5
+        session.took(Role.DECODE, None, 1.0)
+        session.gave(1, None)
+    assert shown(registry, "baton_handoff_gap_seconds_sum") == gaps
 
 
 def test_what_never_had_a_place_is_no_answer(clock: Clock) -> None:

@@ -90,6 +90,7 @@ class Exchange:
                 return {"type": "http.disconnect"}
             message = incoming.result()
             self._client_gone |= message["type"] == "http.disconnect" and not self._ended
+            self._context.left |= self._client_gone
             return message
         finally:
             incoming.cancel()
@@ -172,6 +173,7 @@ class Exchange:
 
     def _leave(self) -> None:
         if not self._gone.done():
+            self._context.left |= self.left
             self._gone.set_result(None)
 
     def _streams_events(self) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
-from ray.serve.metrics import Counter
 from starlette.middleware import Middleware
 
 from app import access_log
@@ -18,11 +17,14 @@ from deployments.cluster.request_context import RequestContext
 from deployments.engine.build import checkpoint
 from deployments.errors import Unavailable
 from deployments.host.garbage import starting
+from deployments.host.tasks import OwnTasks
 from deployments.link.ingress_side import Links
 from deployments.manager.stand_in import StandIn
 from deployments.messages import Handoff
+from deployments.metrics.catalogue import REQUESTS
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
+from deployments.serve.metrics import publish, registry_of
 from deployments.serve.ports import Pools, manager_client
 from deployments.serve.stored import StoreClient
 
@@ -51,11 +53,8 @@ class Ingress:
         self._store = None if store is None else StoreClient(store)
         self._runs: Runs | None = None
         self._adapters: ServedAdapters | None = None
-        self._requests = Counter(
-            "baton_requests",
-            description="Requests by how they were placed, by the rule that kept them whole, and by HTTP status.",
-            tag_keys=("mode", "rule", "status"),
-        )
+        self._metrics = registry_of(self._config)
+        self._tasks = OwnTasks()
 
     async def __serve_build_asgi_app__(self) -> Gateway:
         """Serve calls this once. The ingress is ready when this returns. vllm is imported in its process only."""
@@ -66,6 +65,7 @@ class Ingress:
         from app.adapters import serve_adapters
         from app.frontend import build_server
         from deployments.cluster.core import ClusterCore
+        from deployments.cluster.meter import Meter
         from deployments.cluster.recovery import Limits
 
         if self._config.ingress.access_log:
@@ -83,11 +83,14 @@ class Ingress:
             block_size,
             Limits(placement.max_attempts),
             handoff,
+            meter=None if self._metrics is None else Meter(self._metrics),
         )
         self._llm, server = await build_server(self._config, checkpoint(self._config), core, self._stored())
         self._adapters = await serve_adapters(server, self._config, self._manager)
         server.openapi()  # the document takes a moment to make, and no request should wait for it
         self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")
+        if self._metrics is not None:
+            self._tasks.own(publish(self._metrics), "metrics")
         # Serve's proxy answers with the request id itself.
         gateway = Gateway(
             server,
@@ -122,8 +125,9 @@ class Ingress:
         core.end_all(Unavailable("this server is being stopped, and the answer takes longer than it may"))
 
     def _count(self, context: RequestContext, status: int) -> None:
-        tags = {"mode": ",".join(sorted(context.modes)), "rule": ",".join(sorted(context.rules))}
-        self._requests.inc(tags={**tags, "status": str(status)})
+        if self._metrics is not None:
+            labels = {"mode": ",".join(sorted(context.modes)), "rule": ",".join(sorted(context.rules))}
+            self._metrics.value(REQUESTS, status=str(status), **labels).add()
 
     def check_health(self) -> None:
         """Serve calls this, and replaces the process when this raises."""
@@ -142,3 +146,4 @@ class Ingress:
             self._client.shutdown()
             self._control.shutdown()
             self._ended.cancel()
+            self._tasks.cancel()

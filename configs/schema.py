@@ -423,6 +423,8 @@ class BatonConfig(Section):
     rules."""
     trace: TraceConfig | None = None
     """A trace of the traffic, for the simulator; null: none."""
+    metrics: bool = True
+    """Tell metrics through Ray, for Prometheus, from ingresses, replicas and the session manager."""
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from deployments.cluster.batch import Batch
 from deployments.cluster.engine_request import Remainder, digest, is_seeded, remainder, session_request, traits
+from deployments.cluster.meter import SessionMeter
 from deployments.cluster.request_context import RequestContext
 from deployments.errors import SessionError
 from deployments.messages import Handoff, Mode, SessionRequest
@@ -23,12 +24,16 @@ logger = logging.getLogger("baton.core")
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """`context`: the HTTP request behind it, if there is one. `sent`: the tokens that the client has been given."""
+    """`context`: the HTTP request behind it, if there is one. `sent`: the tokens that the client has been given.
+
+    `meter`: measures it; None where nothing does.
+    """
 
     request: EngineCoreRequest
     context: RequestContext | None
     batch: Batch
     sent: list[int] = field(default_factory=list)
+    meter: SessionMeter | None = None
     _digest: int = 0
 
     def __post_init__(self) -> None:
@@ -50,6 +55,12 @@ class Answer:
     def continuation_rule(self) -> str:
         """Why an answer that has begun cannot continue on another replica; "" when it can."""
         return continuation_rule(traits(self.request))
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """vLLM's frontend finds them, and then cancels the request."""
+        params = self.request.sampling_params
+        return params is not None and bool(params.stop)
 
     def remainder(self, number: int, moved_from: str, after_progress: bool) -> Remainder:
         """What attempt `number`, from 2, has to do."""
@@ -75,6 +86,8 @@ class Answer:
             output.finish_reason = output.stop_reason = None
         if not self.sent and self.context is not None and self.context.first_token_s is None:
             self.context.first_token_s = time.monotonic() if output.new_token_ids else None
+        if self.meter is not None:
+            self.meter.gave(len(output.new_token_ids), output.prefill_stats)
         self.sent += output.new_token_ids
         self.batch.add(output)
 

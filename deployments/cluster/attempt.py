@@ -116,6 +116,8 @@ class Attempt:
             self.placement = decision.placement
             self._roles = {replica.replica_id: role for role, replica in self._replicas()}
             answer.note_placement(decision.placement.mode, request.rule)
+            if answer.meter is not None:
+                answer.meter.placed(decision.placement, request.rule)
 
     # ---- begin
 
@@ -167,6 +169,8 @@ class Attempt:
         """Prefill holds the KV cache, and its output says where. Decode has `handoff_timeout_s` to begin."""
         assert self.placement is not None
         self._prefill_stats = prefilled.prefill_stats
+        if self._answer.meter is not None:
+            self._answer.meter.prefilled()
         self._start(self.placement, Role.DECODE, prefilled.kv_transfer_params)
         timeout_s = self.placement.handoff_timeout_s
         late = HandoffFailed(f"decode has not begun within {timeout_s:g} s of the prefill")
@@ -176,8 +180,8 @@ class Attempt:
 
     # ---- take
 
-    def take(self, replica_id: str, output: EngineCoreOutput) -> None:
-        """Take an engine's output. The caller flushes the batch when it has given all outputs of one message."""
+    def take(self, replica_id: str, output: EngineCoreOutput, stamp_s: float = 0.0) -> None:
+        """Take an engine's output, of `stamp_s` by its clock. The caller flushes the batch after all of one message."""
         role = self._roles.get(replica_id)
         if role is None:
             return
@@ -191,6 +195,8 @@ class Attempt:
             output.prefill_stats = None  # its prompt holds tokens that the client was given as an answer
         elif role is Role.DECODE and self.placement.prefill is not None and output.prefill_stats is not None:
             output.prefill_stats = self._prefill_stats  # prefill's counts are the request's
+        if self._answer.meter is not None:
+            self._answer.meter.took(role, output.events, stamp_s)
         finish = None if output.finish_reason is None else FINISH[output.finish_reason]
         fault = (output.trace_headers or {}).get(FAULT, "")
         self._carry_out(self.session.output(role, output, finish, fault))

@@ -21,6 +21,7 @@ from deployments.cluster.answer import Answer
 from deployments.cluster.attempt import Means
 from deployments.cluster.batch import Batch
 from deployments.cluster.engine_request import name_adapter
+from deployments.cluster.meter import Meter, SessionMeter
 from deployments.cluster.notices import Notices
 from deployments.cluster.open_session import OpenSession
 from deployments.cluster.port import Replicas
@@ -42,7 +43,7 @@ class ClusterCore(EngineCoreClient):
 
     `session_timeout_s`: the longest life of one session. `block_size`: tokens per KV block, the same in all pools.
     `limits`: how often one session may be placed. `handoff`: how the engines of this application move a split session's
-    KV cache.
+    KV cache. `meter`: measures sessions; None: nothing does.
     """
 
     engine_ranks_managed = (0,)
@@ -56,12 +57,14 @@ class ClusterCore(EngineCoreClient):
         limits: Limits,
         handoff: Handoff = Handoff.PUSHED,
         timings: Timings = DEFAULT_TIMINGS,
+        meter: Meter | None = None,
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._session_timeout_s, self._limits, self._timings = session_timeout_s, limits, timings
         self._replicas, self._decoder = replicas, MsgpackDecoder(EngineCoreOutputs)
         self._tasks, self._batch = OwnTasks(), Batch()
         self._refusal: SessionError | None = None
+        self._meter = meter
         self._open: dict[str, OpenSession] = {}
         notices = Notices(manager, self._tasks, timings)
         self._means = Means(manager, notices, replicas, self._tasks, self._batch, handoff, block_size, timings)
@@ -77,7 +80,7 @@ class ClusterCore(EngineCoreClient):
         """Begin a session and return at once. The answer or the error comes as outputs."""
         context = request_context.current.get()
         name_adapter(request)
-        answer = Answer(request, context, self._batch)
+        answer = Answer(request, context, self._batch, meter=self._session_meter(request, context))
         recovery = Recovery(self._limits, self._timings)
         session = self._open[request.request_id] = OpenSession(answer, self._means, recovery, self._session_timeout_s)
         if refusal := self._refusal or _too_long(request.request_id) or _enter(session, answer, context):
@@ -117,6 +120,12 @@ class ClusterCore(EngineCoreClient):
 
     # ---- sessions
 
+    def _session_meter(self, request: EngineCoreRequest, context: RequestContext | None) -> SessionMeter | None:
+        if self._meter is None:
+            return None
+        prompt_tokens = len(request.prompt_token_ids or ())
+        return SessionMeter(self._meter, prompt_tokens, None if context is None else context.arrived_s)
+
     async def _serve(self, answer: Answer, session: OpenSession) -> None:
         request_id = answer.session_id
         try:
@@ -132,13 +141,13 @@ class ClusterCore(EngineCoreClient):
     def _take(self, replica_id: str, frames: Sequence[bytes]) -> None:
         """Take one engine step of one replica; it stays one batch for the frontend."""
         try:
-            outputs = self._decoder.decode(frames).outputs
+            came = self._decoder.decode(frames)
         except Exception as error:  # noqa: BLE001 - it may be anything, and vLLM's hooks raise anything
             logger.warning("dropped a message that is no engine output: %r", error)
             return
-        for output in outputs:
+        for output in came.outputs:
             if attempt := self._means.running.get(output.request_id):
-                attempt.take(replica_id, output)
+                attempt.take(replica_id, output, came.timestamp)
         self._batch.flush()
 
 

@@ -6,6 +6,7 @@ context, notes how each of the request's sessions was placed, and why one failed
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class RequestContext:
     that it may have open; 0: any number. `seed_moved`: a sampled answer with a seed went on in another engine than the
     one where it began. `parts`: its open sessions. `error`: why the first of them failed, which ends the others.
     `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called once, when the
-    first session begins.
+    first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client has gone.
     """
 
     request_id: str
@@ -46,6 +47,8 @@ class RequestContext:
     error: SessionError | None = None
     first_token_s: float | None = None
     when_begun: list[Callable[[], None]] = field(default_factory=list)
+    arrived_s: float = field(default_factory=time.monotonic)
+    left: bool = False
     _prompts: dict[int, Sequence[int]] = field(default_factory=dict)
     _answers: list[Sequence[int]] = field(default_factory=list)
 

@@ -56,6 +56,7 @@ class EngineLoad:
     """The engine's own counters after its last step. Blocks are KV blocks; tokens count from the engine's start.
 
     `cached_blocks`: blocks in the prefix cache, in use or not. `running_tokens`: held by the sequences that decode.
+    `deferred`: those of `waiting` that wait for something else than room, such as for their KV.
     """
 
     used_blocks: int = 0
@@ -64,6 +65,7 @@ class EngineLoad:
     cached_blocks: int = 0
     running_tokens: int = 0
     counters: dict[str, float] = field(default_factory=dict)
+    deferred: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from deployments.manager.calls import (
     View,
     Withdraw,
 )
+from deployments.manager.meter import ManagerMeter
 from deployments.manager.scaling import Scaling
 from deployments.manager.traffic import Traffic
 from deployments.messages import (
@@ -51,6 +52,7 @@ from deployments.messages import (
     Reservation,
     SessionRequest,
 )
+from deployments.metrics.registry import Registry
 from deployments.policy.allocator import Allocator
 
 _LATE_S = 0.01
@@ -139,6 +141,10 @@ class SessionManager:
             case _:
                 assert_never(call)
         return None
+
+    def meter(self, registry: Registry) -> ManagerMeter:
+        """What brings this manager's metrics up to date in `registry`."""
+        return ManagerMeter(registry, self._allocator, self._counts, self.scaling, self._clock)
 
     def retire(self) -> None:
         """Another manager takes over: callers that wait here must ask that one. What is placed stays as it is."""

@@ -11,22 +11,28 @@ from deployments.fleet.columns import ReplicaView
 from deployments.fleet.flow import per_s
 from deployments.fleet.promise import Promise
 from deployments.manager.scaling import Scaling
-from deployments.messages import Admit, Phase, Reject, ReplicaSnapshot
+from deployments.messages import MOVED, Admit, Phase, Reject, ReplicaSnapshot
 from deployments.policy.allocator import Allocator
+
+REASONS = ("split", MOVED, "short prompt", "one replica", "cheaper on one replica")
+"""Those that `policy.placement.place` gives; any other is the name of a rule, or a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Sessions since the manager began: placed, by mode; rejected, by code; closed, by outcome."""
+    """Sessions since the manager began: placed, by mode, also with reason; rejected, by code; closed, by outcome."""
 
     modes: Counter[str] = field(default_factory=Counter)
+    placements: Counter[tuple[str, str]] = field(default_factory=Counter)
     rejects: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def decided(self, decision: Admit | Reject) -> None:
         """Count a session that was placed or rejected."""
         if isinstance(decision, Admit):
-            self.modes[decision.placement.mode.value] += 1
+            mode = decision.placement.mode.value
+            self.modes[mode] += 1
+            self.placements[mode, _label(decision.placement.reason)] += 1
         else:
             self.rejects[decision.code or "never_fits"] += 1
 
@@ -34,6 +40,11 @@ class Counts:
         """Count `sessions` sessions that were closed."""
         if sessions:
             self.outcomes[outcome] += sessions
+
+
+def _label(reason: str) -> str:
+    """The reason of a placement as a label. A sentence, which may hold numbers, says why it could not be split."""
+    return reason if reason in REASONS or reason.isidentifier() else "cannot be split now"
 
 
 def ready(allocator: Allocator, now_s: float, may_be_empty: Collection[str] = ()) -> dict[str, Any]:

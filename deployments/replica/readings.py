@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import replace
 
-from deployments.engine.protocol import Engine, EngineLoad, Step
+from deployments.engine.protocol import Engine, EngineError, EngineLoad, Step
 from deployments.messages import StepSample
 
 STEPS_KEPT = 64
@@ -38,7 +39,7 @@ class Readings:
         """
         if not self._is_settled:
             return self.load
-        return replace(self.load, used_blocks=0, running=0, waiting=0, running_tokens=0)
+        return replace(self.load, used_blocks=0, running=0, waiting=0, running_tokens=0, deferred=0)
 
     def take(self, step: Step) -> None:
         """Take in a step that the engine has made."""
@@ -54,6 +55,11 @@ class Readings:
     def unsettle(self) -> None:
         """A session has ended, so the counters are out of date."""
         self._is_settled = False
+
+    async def refresh(self) -> None:
+        """Read the counters of an engine that works. It may be too busy, or dead: then they stay as they were."""
+        with contextlib.suppress(TimeoutError, EngineError):
+            self._counters = await self._engine.counters()
 
     async def settle(self) -> None:
         """Read the counters once after the engine has become idle. Asking costs the engine a moment."""

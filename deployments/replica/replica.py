@@ -12,7 +12,7 @@ from collections.abc import Collection, Coroutine
 from typing import Any
 
 from configs.schema import PlacementConfig
-from deployments.engine.protocol import Engine, EngineError, EngineInfo, Identity, Output, Step
+from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Identity, Output, Step
 from deployments.link.replica_side import Ingress
 from deployments.manager.calls import Manager
 from deployments.messages import Phase, ReplicaInfo, SessionTask
@@ -167,6 +167,26 @@ class Replica:
     def ended_runs(self) -> int:
         """Parts of sessions that have ended here, however they did."""
         return self._parts.ended_version
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine has to do now."""
+        return self._readings.load if self._parts.open else self._readings.idle_load
+
+    @property
+    def total_blocks(self) -> int:
+        """KV blocks that the engine has; 0 before it is up."""
+        return self._reporter.info.total_blocks if self._reporter.info else 0
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The engine's and the KV channel's counters as they were last read, and `moved_out`."""
+        return self._readings.counters | {"moved_out": self._parts.moved_out}
+
+    async def refresh(self) -> None:
+        """Bring `totals` up to date while sessions run. An idle replica does that itself."""
+        if self._parts.open:
+            await self._readings.refresh()
 
     def begin_drain(self) -> None:
         """Tell the manager to place nothing here any more. What is here, or on its way here, is served."""

@@ -17,7 +17,7 @@ from deployments.manager.trace_file import TraceFile
 from deployments.manager.traffic import Traffic
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import until_leaving
-from deployments.serve.metrics import publish_plan
+from deployments.serve.metrics import publish, registry_of
 from deployments.serve.scaling import TARGET
 from deployments.serve.sizes import sizes
 
@@ -35,7 +35,8 @@ class ServeSessionManager(SessionManager):
         self._tasks = OwnTasks()
         if self.scaling is not None:
             self._tasks.own(self.scaling.run(sizes), "scaling")
-            self._tasks.own(publish_plan(self.scaling), "metrics")
+        if (registry := registry_of(config, policy=config.placement.policy)) is not None:
+            self._tasks.own(publish(registry, self.meter(registry).collect), "metrics")
         self._retired = asyncio.create_task(self._retire(), name="baton-retire")
 
     async def address(self) -> str:

@@ -1,57 +1,70 @@
-"""A replica's sessions and the manager's plan among Serve's metrics. Serve does not see sessions in its own."""
+"""Tells Ray a process's metrics every two seconds, with Serve's labels. Ray's exporter shows them to Prometheus.
+
+A histogram is told as gauges with the names that Prometheus knows its buckets, sum and count by: Ray's own histogram
+takes one observation at a time and tells its sum as a guess. Ray drops a gauge that is not told again, so all are.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from ray.serve.metrics import Counter, Gauge
 
-from deployments.manager.scaling import Scaling
+from configs.schema import BatonConfig
+from deployments.metrics.registry import Registry, Sample
 
-EVERY_S = 1.0
-
-
-class Counts(Protocol):
-    """A replica, see `replica.Replica`."""
-
-    @property
-    def open_runs(self) -> int: ...
-
-    @property
-    def ended_runs(self) -> int: ...
+EVERY_S = 2.0
 
 
-async def publish(replica: Counts) -> None:
-    """Bring the metrics up to date every second, without end. Ray labels them with deployment and replica."""
-    running = Gauge("baton_sessions_running", description="Sessions that have a part on the replica.")
-    ended = Counter("baton_sessions_ended", description="Parts of sessions that have ended on the replica.")
-    told = 0
+class Exporter:
+    """Tells Ray the values of one registry."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+
+    def tell(self) -> None:
+        """Tell all values."""
+        for sample in self._registry.samples():
+            if sample.grows:
+                self._add(sample)
+            else:
+                self._gauge(sample).set(sample.value, tags=dict(sample.labels))
+
+    def _add(self, sample: Sample) -> None:
+        key = sample.name, sample.labels
+        if (more := sample.value - self._told.get(key, 0.0)) > 0:
+            self._counter(sample).inc(more, tags=dict(sample.labels))
+            self._told[key] = sample.value
+
+    def _gauge(self, sample: Sample) -> Gauge:
+        if sample.name not in self._gauges:
+            self._gauges[sample.name] = Gauge(sample.name, description=sample.help, tag_keys=_keys(sample))
+        return self._gauges[sample.name]
+
+    def _counter(self, sample: Sample) -> Counter:
+        if sample.name not in self._counters:
+            self._counters[sample.name] = Counter(sample.name, description=sample.help, tag_keys=_keys(sample))
+        return self._counters[sample.name]
+
+
+def _keys(sample: Sample) -> tuple[str, ...]:
+    return tuple(key for key, _ in sample.labels)
+
+
+def registry_of(config: BatonConfig, **fixed: str) -> Registry | None:
+    """The registry of a process; None where the configuration has no metrics."""
+    return Registry(model_name=config.model.name, **fixed) if config.metrics else None
+
+
+async def publish(registry: Registry, collect: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Tell Ray the values, again and again, without end. `collect`: brings them up to date before."""
+    exporter = Exporter(registry)
     while True:
-        running.set(replica.open_runs)
-        count = replica.ended_runs
-        if count > told:
-            ended.inc(count - told)
-            told = count
-        await asyncio.sleep(EVERY_S)
-
-
-async def publish_plan(scaling: Scaling) -> None:
-    """Bring the metrics of the plan up to date every second, without end."""
-    tags = ("pool",)
-    target = Gauge("baton_scaling_target", description="Replicas that the pool should have.", tag_keys=tags)
-    short = Gauge("baton_scaling_short", description="1 for the pool that lacks most, 0 for others.", tag_keys=tags)
-    decisions = Counter(
-        "baton_scaling_decisions", description="Changed targets, by direction.", tag_keys=("pool", "direction")
-    )
-    told = dict[tuple[str, str], int]()
-    while True:
-        if (plan := scaling.plan) is not None:
-            for pool in scaling.pools:
-                target.set(plan.targets[pool], tags={"pool": pool})
-                short.set(float(plan.short == pool), tags={"pool": pool})
-        for (pool, direction), count in scaling.decisions.items():
-            if (more := count - told.get((pool, direction), 0)) > 0:
-                decisions.inc(more, tags={"pool": pool, "direction": direction})
-                told[pool, direction] = count
+        if collect is not None:
+            await collect()
+        exporter.tell()
         await asyncio.sleep(EVERY_S)

@@ -19,10 +19,11 @@ from deployments.host.tasks import OwnTasks
 from deployments.link.replica_side import LinkServer
 from deployments.messages import Locate, Role
 from deployments.replica.drain import drain
+from deployments.replica.meter import ReplicaMeter
 from deployments.replica.replica import Replica
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
-from deployments.serve.metrics import publish
+from deployments.serve.metrics import publish, registry_of
 from deployments.serve.ports import manager_client
 from deployments.serve.scaling import SESSIONS
 
@@ -54,7 +55,8 @@ class ServeReplica:
             await self._links.start(identity.host)
             await self._replica.start()
         self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
-        self._tasks.own(publish(self._replica), "metrics")
+        if (registry := registry_of(baton, pool=pool)) is not None:
+            self._tasks.own(publish(registry, ReplicaMeter(registry, self._replica).collect), "metrics")
 
     async def _drain(self, timeout_s: float) -> None:
         """Drain, then end what is still open while Serve waits for it: so it fails at once, and is not cut off."""

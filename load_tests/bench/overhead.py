@@ -9,6 +9,8 @@ stderr; the last line of stdout is one JSON object.
   CPU (`engine.computes: false`), and `--ingresses` ingresses. Every prompt is split (`placement.split: always`).
 - `baton_unsplit`: the same, but prompts of 32 tokens are too short to be split (`placement.split_min_prompt_tokens`).
   One replica has all of a request, as in Ray Serve LLM's plain application.
+- `baton_without_metrics`: split, with `metrics: false`. It runs where `--peers` names it, and with `--metrics both`
+  after `baton`.
 - `baton_serve_proxy`: split, with Serve's HTTP proxy in place of HAProxy (`make serve PROXY=serve`).
 - `starlette`: a plain server, one uvicorn process, that streams events of the same shape.
 - `vllm`: `vllm serve`. Scheduler, engine core and messages are vLLM's; the worker computes nothing
@@ -55,6 +57,7 @@ from load_tests.traffic.workloads import Shape, asks
 
 PROMPT_TOKENS = 32
 ENGINE, DAEMONS = "engine", "daemons"
+WITHOUT_METRICS = "baton_without_metrics"
 SETTLE_S = 10.0
 """A server that has just started has things to do for some seconds."""
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -183,7 +186,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(DOUBLES), help="those to measure")
+    usual = [name for name in DOUBLES if name != WITHOUT_METRICS]
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=usual, help="those to measure")
+    parser.add_argument("--metrics", choices=("on", "both"), default="on", help="both: also Baton without metrics")
     parser.add_argument("--streams", type=_integers, default=[1, 32, 256, 1000], help="at once")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each number of streams")
     parser.add_argument("--step-s", type=float, default=0.02, help="that a step of every engine takes")
@@ -192,11 +197,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if wrong := set(options.peers) - set(DOUBLES):
         parser.error(f"no server {sorted(wrong)}; there are {', '.join(DOUBLES)}")
+    if options.metrics == "both" and WITHOUT_METRICS not in options.peers:
+        options.peers = [other for name in options.peers for other in _with_and_without(name)]
     if options.output_tokens > MOST_TOKENS - PROMPT_TOKENS:
         parser.error(f"at most {MOST_TOKENS - PROMPT_TOKENS} tokens of output")
     if max(options.streams) > MOST_STREAMS:
         parser.error(f"at most {MOST_STREAMS} streams")
     return options
+
+
+def _with_and_without(name: str) -> list[str]:
+    return [name, WITHOUT_METRICS] if name == "baton" else [name]
 
 
 def _integers(text: str) -> list[int]:

@@ -12,6 +12,7 @@ COUNTERS = (
     "prompt_tokens",
     "computed_tokens",
     "cached_tokens",
+    "cache_queries",
     "loaded_tokens",
     "generated_tokens",
     "preemptions",
@@ -37,6 +38,7 @@ class Counts:
         steps = steps_of(stats)
         local, remote = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
         self.totals["cached_tokens"] += local.hits
+        self.totals["cache_queries"] += local.queries
         self.totals["preemptions"] += local.preempted_requests
         self.totals["loaded_tokens"] += remote.hits if remote is not None else 0
         self.load = EngineLoad(
@@ -44,6 +46,7 @@ class Counts:
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
             cached_blocks=cached_blocks,
+            deferred=stats.num_skipped_waiting_reqs,
             running_tokens=sum(step.decode_context for step in steps),
             counters=dict(self.totals),
         )

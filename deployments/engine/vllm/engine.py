@@ -27,7 +27,7 @@ from deployments.engine.vllm.adapters import Adapters
 from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
-from deployments.engine.vllm.outputs import OutputsDecoder, Seen, passed_on, seen
+from deployments.engine.vllm.outputs import OutputsDecoder, Seen, Unread, passed_on, seen
 from deployments.messages import CacheChange, HeldAdapters, Role, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 
@@ -122,7 +122,7 @@ class VllmEngine:
         steps: tuple[StepSample, ...] = ()
         if outputs.scheduler_stats is not None:
             steps = self._counts.observe(outputs.scheduler_stats, self._total_blocks, len(self._events.log))
-        came = tuple(self._output(seen(output), (output, outputs.buffers)) for output in outputs.outputs)
+        came = tuple(self._output(seen(output), (output, outputs)) for output in outputs.outputs)
         return Step(came, self._counts.load, steps)
 
     async def _death(self) -> EngineError:
@@ -135,8 +135,8 @@ class VllmEngine:
             return EngineError("the engine was killed")
         return EngineCrashed("the engine crashed")
 
-    def _output(self, output: Seen, payload: tuple[msgspec.Raw, tuple[bytes, ...]]) -> Output:
-        """`payload`: the output as it came, and the buffers of its message."""
+    def _output(self, output: Seen, payload: tuple[msgspec.Raw, Unread]) -> Output:
+        """`payload`: the output as it came, and its message."""
         self._counts.output(output)
         is_over = output.finish_reason is not None
         if is_over:

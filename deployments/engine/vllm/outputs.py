@@ -5,7 +5,6 @@ The structs here repeat vLLM's by position. tests/deployments/engine/vllm/test_o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -56,6 +55,8 @@ class _Passed(msgspec.Struct, array_like=True, gc=False):
 
     engine_index: int
     outputs: list[msgspec.Raw]
+    scheduler_stats: None
+    timestamp: float
 
 
 _SEEN = msgspec.msgpack.Decoder(Seen)
@@ -80,6 +81,6 @@ def seen(output: msgspec.Raw) -> Seen:
     return _SEEN.decode(output)
 
 
-def passed_on(outputs: list[msgspec.Raw], buffers: Sequence[bytes]) -> list[bytes]:
+def passed_on(outputs: list[msgspec.Raw], came: Unread) -> list[bytes]:
     """Some outputs of one message as the frames of an EngineCoreOutputs message."""
-    return [_ENCODER.encode(_Passed(0, outputs)), *buffers]
+    return [_ENCODER.encode(_Passed(0, outputs, None, came.timestamp)), *came.buffers]

@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.engine.protocol import EngineError, Output
 from deployments.engine.vllm.engine import RPC_TIMEOUT_S, VllmEngine
-from deployments.engine.vllm.outputs import Seen
+from deployments.engine.vllm.outputs import Seen, Unread
 from deployments.messages import Role
 
 logger = logging.getLogger("baton.engine")
@@ -51,7 +51,7 @@ class PullEngine(VllmEngine):
             },
         )
 
-    def _output(self, output: Seen, payload: tuple[msgspec.Raw, tuple[bytes, ...]]) -> Output:
+    def _output(self, output: Seen, payload: tuple[msgspec.Raw, Unread]) -> Output:
         taken = super()._output(output, payload)
         held = (output.kv_transfer_params or {}).get("do_remote_prefill", False)
         return replace(taken, finished=taken.finished and not held)

@@ -70,11 +70,17 @@ def _baton_serve_proxy(group: Group, double: Double, directory: Path) -> str:
     return _baton(group, double, directory, "--proxy=serve")
 
 
+def _baton_without_metrics(group: Group, double: Double, directory: Path) -> str:
+    return _baton(group, double, directory, metrics=False)
+
+
 def _baton_unsplit(group: Group, double: Double, directory: Path) -> str:
     return _baton(group, double, directory, unsplit_tokens=MOST_TOKENS)
 
 
-def _baton(group: Group, double: Double, directory: Path, *more: str, unsplit_tokens: int = 1) -> str:
+def _baton(
+    group: Group, double: Double, directory: Path, *more: str, unsplit_tokens: int = 1, metrics: bool = True
+) -> str:
     """`configs/mock.yaml` with one replica of each role, room for all streams, and engines that compute nothing."""
     serve = yaml.safe_load((ROOT / "configs" / "mock.yaml").read_text())
     arguments = serve["applications"][0]["args"]
@@ -91,7 +97,7 @@ def _baton(group: Group, double: Double, directory: Path, *more: str, unsplit_to
     }
     pool = {"resources": {"num_cpus": 0.1}, "engine": engine}
     placement = {"split": "always", "split_min_prompt_tokens": unsplit_tokens}
-    arguments |= {"prefill": pool, "decode": {"main": pool}, "placement": placement}
+    arguments |= {"prefill": pool, "decode": {"main": pool}, "placement": placement, "metrics": metrics}
     arguments["ingress"] = {"replicas": double.ingresses, "max_ongoing_requests": 2 * MOST_STREAMS}
     return run_baton(group, serve, directory, *more)
 
@@ -153,6 +159,7 @@ def _rayllm(group: Group, double: Double, directory: Path, is_direct: bool = Fal
 DOUBLES: dict[str, Callable[[Group, Double, Path], str]] = {
     "baton": _baton,
     "baton_unsplit": _baton_unsplit,
+    "baton_without_metrics": _baton_without_metrics,
     "baton_serve_proxy": _baton_serve_proxy,
     "starlette": _starlette,
     "rayllm": _rayllm,

@@ -59,10 +59,12 @@ def plain(output: EngineCoreOutput) -> dict[str, Any]:
 
 @pytest.mark.parametrize("chosen", [*([name] for name in OUTPUTS), list(OUTPUTS), ["plain", "more of them"]], ids=str)
 def test_what_is_passed_on_is_what_came(chosen: list[str]) -> None:
-    came = OutputsDecoder().decode(sent(*OUTPUTS.values()))
+    came = OutputsDecoder().decode(sent(*OUTPUTS.values(), timestamp=12.5))
     raw = dict(zip(OUTPUTS, came.outputs, strict=True))
-    frames = passed_on([raw[name] for name in chosen], came.buffers)
-    arrived = MsgpackDecoder(EngineCoreOutputs).decode(frames).outputs
+    frames = passed_on([raw[name] for name in chosen], came)
+    message = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    assert message.timestamp == 12.5, "by the engine's clock"
+    arrived = message.outputs
     assert [plain(output) for output in arrived] == [plain(OUTPUTS[name]) for name in chosen]
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from app.api import Gateway
 from app.launch.config import load_config, model_of, with_surge
+from app.main import build
 from configs.checks import bounds_of
 from configs.schema import BatonConfig, PoolConfig
 from tests.deploy.render import find, render
@@ -84,9 +86,9 @@ def test_a_misspelt_field_is_found() -> None:
 
 @each_folder
 def test_the_configuration_is_one_of_batons(folder: Path, tmp_path: Path) -> None:
-    assert configuration(folder, tmp_path).pools
-    http = yaml.safe_load(service(folder)["serveConfigV2"])["http_options"]
-    assert http == {"host": "0.0.0.0", "port": 8000}  # where KubeRay's service and the probes look
+    assert build(configuration(folder, tmp_path))
+    whole = ServeDeploySchema.model_validate(yaml.safe_load(service(folder)["serveConfigV2"]))
+    assert (whole.http_options.host, whole.http_options.port) == ("0.0.0.0", 8000)  # where KubeRay and the probes look
 
 
 @each_folder

@@ -47,7 +47,7 @@ class RequestContext:
     error: SessionError | None = None
     first_token_s: float | None = None
     when_begun: list[Callable[[], None]] = field(default_factory=list)
-    arrived_s: float = field(default_factory=time.monotonic)
+    arrived_s: float = field(default_factory=time.monotonic, compare=False)
     left: bool = False
     _prompts: dict[int, Sequence[int]] = field(default_factory=dict)
     _answers: list[Sequence[int]] = field(default_factory=list)

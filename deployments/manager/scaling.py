@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from configs.checks import bounds_of
 from configs.schema import BatonConfig, ScalingConfig
-from deployments.manager.starts import Starts
+from deployments.manager.starts import StartsInFlight
 from deployments.messages import Phase
 from deployments.policy.allocator import Allocator
 from deployments.policy.scaling.inputs import Plan
@@ -46,7 +47,7 @@ class Scaling:
     """Plans, one after the other. `clock`: seconds, monotonic. All methods run on one event loop.
 
     `plan`: the newest; None before the first. `decisions`: changed targets since the manager began, by pool and
-    direction ("up" or "down").
+    direction ("up" or "down"). `failures`: plans that failed since then.
     """
 
     def __init__(
@@ -56,24 +57,30 @@ class Scaling:
         self._bounds = {name: bounds_of(pool) for name, pool in config.pools.items()}
         self.pools = tuple(name for name, pool in config.pools.items() if pool.autoscaling is not None)
         self._planner = Planner(config)
-        self._starts = {name: Starts() for name in config.pools}
+        self._starts = {name: StartsInFlight() for name in config.pools}
         self._began_s = clock()
         self._starting: dict[str, tuple[float, ...]] = {}
         self._unfollowed_s: dict[str, float] = {}
         self._doubted: set[str] = set()
         self._failure: str | None = None
+        self._known_failures: set[tuple[str, str, int | None]] = set()
+        self.failures = 0
         self.plan: Plan | None = None
         self.decisions: Counter[tuple[str, str]] = Counter()
 
     async def run(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]]) -> None:
-        """Make a plan every `scaling.interval_s`, without end. `sizes`: asks Serve; None when it does not say."""
-        try:
-            while True:
-                await asyncio.sleep(self._config.interval_s)
+        """Make a plan every `scaling.interval_s`, without end. `sizes`: asks Serve; None when it does not say.
+
+        Where a plan fails, the last one stays, and the next one is made in its time.
+        """
+        while True:
+            await asyncio.sleep(self._config.interval_s)
+            try:
                 self.think(await sizes())
-        except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
+            except Exception as error:  # noqa: BLE001 - a bug of ours, counted, shown and logged; the fleet goes on
+                self._failed(error)
+            else:
+                self._failure = None
 
     def think(self, sizes: Mapping[str, Size] | None) -> Plan | None:
         """Make the next plan. None while a manager that has just begun does not know all replicas yet."""
@@ -97,8 +104,9 @@ class Scaling:
 
     def explain(self) -> dict[str, Any]:
         """The newest plan, for `/baton/status`."""
+        failed = {"failure": self._failure, "failures": self.failures}
         if (plan := self.plan) is None:
-            return {"dry_run": self._config.dry_run, "age_s": None, "failure": self._failure, "pools": {}}
+            return {"dry_run": self._config.dry_run, "age_s": None, **failed, "pools": {}}
         now_s = self._clock()
         ready = self._ready(now_s)
         shown = {key: value for key, value in asdict(plan).items() if key not in _BY_POOL and key != "at_s"}
@@ -115,7 +123,7 @@ class Scaling:
             }
             for name, target in plan.targets.items()
         }
-        return {**shown, "age_s": round(now_s - plan.at_s, 3), "failure": self._failure, "pools": pools}
+        return {**shown, "age_s": round(now_s - plan.at_s, 3), **failed, "pools": pools}
 
     # ---- what a plan is made from
 
@@ -158,6 +166,16 @@ class Scaling:
             self.decisions[name, "up" if new > old else "down"] += 1
             verb = "would get" if self._config.dry_run else "gets"
             logger.warning("%s %s %d replicas, not %d: %s", name, verb, new, old, plan.reasons.get(name, ""))
+
+    def _failed(self, error: Exception) -> None:
+        """Count and show an error, and log each kind of it once: its type, and the line that raised it."""
+        self.failures += 1
+        self._failure = f"{type(error).__name__}: {error}"
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        kind = (type(error).__name__, raised.filename, raised.lineno)
+        if kind not in self._known_failures:
+            self._known_failures.add(kind)
+            logger.error("No plan of sizes was made, so the last one stays: %s", self._failure, exc_info=error)
 
     def _check_followed(self, sizes: Mapping[str, Size] | None, now_s: float) -> None:
         """See whether Serve carries the last plan out. It does not where the application has no policy of its own."""

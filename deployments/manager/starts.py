@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Starts:
+class StartsInFlight:
     """The starts of one pool, by the times when they were asked for, in seconds of the caller's clock.
 
     A replica that takes long to be placed reports nothing, and one that crashes while it loads is started again. So

@@ -1,4 +1,4 @@
-"""Starts in flight: how long they take, and which are given up. Pure."""
+"""How long starts take, and which are given up. Pure."""
 
 from __future__ import annotations
 

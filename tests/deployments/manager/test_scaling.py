@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -207,15 +207,45 @@ async def test_plans_are_made_one_after_the_other_until_they_are_stopped() -> No
     assert fleet.scaling.explain()["failure"] is None
 
 
-async def test_a_planner_that_fails_is_shown() -> None:
+async def test_a_plan_that_fails_is_loud_and_planning_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet(interval_s=0.001)
     await fleet.up()
     fleet.scaling.think(SETTLED)
-    fleet.script.error = ValueError("no such pool")
-    with pytest.raises(ValueError, match="no such pool"):
-        await fleet.scaling.run(_settled)
-    assert fleet.scaling.explain()["failure"] == "ValueError: no such pool"
+    running = asyncio.create_task(fleet.scaling.run(_settled))
+    for error in (ValueError("no such pool"), ValueError("no such pool 2"), KeyError("steps")):
+        fleet.script.error, before = error, fleet.scaling.failures
+        await _until(lambda before=before: fleet.scaling.failures > before + 2)
+    shown = fleet.scaling.explain()
+    assert (shown["failure"], shown["failures"]) == ("KeyError: 'steps'", fleet.scaling.failures)
     assert fleet.scaling.told() == {"decode-main": 1}, "the last plan stays"
+    failed = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.exc_info and record.exc_info[0] for record in failed] == [ValueError, KeyError], "each kind once"
+    fleet.script.error, fleet.script.targets["decode-main"] = None, 2
+    await _until(lambda: fleet.scaling.told() == {"decode-main": 2})
+    assert fleet.scaling.explain()["failure"] is None
+    assert fleet.scaling.explain()["failures"] == shown["failures"], "the count stays"
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_failure_before_the_first_plan_is_shown() -> None:
+    fleet = Fleet(interval_s=0.001)
+    await fleet.up()
+    fleet.script.error = ValueError("no such pool")
+    running = asyncio.create_task(fleet.scaling.run(_settled))
+    await _until(lambda: fleet.scaling.failures > 1)
+    assert fleet.scaling.explain()["failure"] == "ValueError: no such pool"
+    assert fleet.scaling.told() == {}
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
+        while not is_so():
+            await asyncio.sleep(0)
 
 
 async def _settled() -> Mapping[str, Size]:

@@ -46,8 +46,8 @@ class Size(NamedTuple):
 class Scaling:
     """Plans, one after the other. `clock`: seconds, monotonic. All methods run on one event loop.
 
-    `plan`: the newest; None before the first. `decisions`: changed targets since the manager began, by pool and
-    direction ("up" or "down"). `failures`: plans that failed since then.
+    `plan`: the newest; None before the first. `decisions`: the plans since the manager began, by pool, direction ("up",
+    "down" or "stay") and code of the reason. `failures`: plans that failed since then.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Scaling:
         self._known_failures: set[tuple[str, str, int | None]] = set()
         self.failures = 0
         self.plan: Plan | None = None
-        self.decisions: Counter[tuple[str, str]] = Counter()
+        self.decisions: Counter[tuple[str, str, str]] = Counter()
 
     async def run(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]]) -> None:
         """Make a plan every `scaling.interval_s`, without end. `sizes`: asks Serve; None when it does not say.
@@ -115,7 +115,8 @@ class Scaling:
                 "target": target,
                 "ready": ready.get(name, 0),
                 "starting_s": [round(age_s, 1) for age_s in self._starting.get(name, ())],
-                "reason": plan.reasons.get(name, ""),
+                "reason": plan.reasons[name],
+                "code": plan.codes[name],
                 "bounds": list(self._bounds[name][:2]),
                 "start_s": plan.start_s.get(name),
                 "predicted": asdict(plan.predicted[name]) if name in plan.predicted else None,
@@ -156,16 +157,18 @@ class Scaling:
     # ---- what became of it
 
     def _note(self, plan: Plan, before: Mapping[str, int]) -> None:
-        """Count and log each target that changes."""
+        """Count each target, and log those that change."""
         if self._config.dry_run and self.plan is not None:
             before = self.plan.targets
         for name in self.pools:
             old, new = before[name], plan.targets[name]
+            direction = "stay" if new == old else "up" if new > old else "down"
+            code = plan.codes[name]
+            self.decisions[name, direction, code] += 1
             if new == old:
                 continue
-            self.decisions[name, "up" if new > old else "down"] += 1
             verb = "would get" if self._config.dry_run else "gets"
-            logger.warning("%s %s %d replicas, not %d: %s", name, verb, new, old, plan.reasons.get(name, ""))
+            logger.warning("%s %s %d replicas, not %d (%s): %s", name, verb, new, old, code, plan.reasons[name])
 
     def _failed(self, error: Exception) -> None:
         """Count and show an error, and log each kind of it once: its type, and the line that raised it."""
@@ -193,4 +196,4 @@ class Scaling:
                 logger.warning(NOT_FOLLOWED, size.running, name, self.plan.targets[name])
 
 
-_BY_POOL = ("targets", "reasons", "predicted", "start_s")
+_BY_POOL = ("targets", "reasons", "codes", "predicted", "start_s")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deployments.messages import Role
+from deployments.policy.scaling.reasons import Reason
 from deployments.step_cost import Coefficients
 
 
@@ -110,7 +111,7 @@ class Predicted:
     `fill`: the share of its KV blocks that is promised, or of its places, where that is more. `busy`: the share of its
     time that it computes prompts. `tpot_s`: of its answers. `ttft_s`: 99 of 100 first tokens come within it, the wait
     included, in the class that is the nearest to its objective. `strain`: the largest of these as a multiple of what it
-    may be; over 1 the pool is short. `because`: the words for that one.
+    may be; over 1 the pool is short. `because`: the words for that one. `code`: its code.
     """
 
     fill: float = 0.0
@@ -119,6 +120,7 @@ class Predicted:
     ttft_s: float = 0.0
     strain: float = 0.0
     because: str = "no load"
+    code: Reason = Reason.NO_LOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Plan:
     `targets`: replicas by pool, of every pool, also of those that stay as they are. `reasons`: a sentence for each.
     `short`: the pool that lacks most, or None. `predicted`: by pool. `start_s`: how long a start of each pool takes, as
     far as it was measured. `growth`: the load that is expected when a start would be over, as a multiple of today's.
-    `cost_per_hour`: of all targets. `dry_run`: nothing is to be changed.
+    `cost_per_hour`: of all targets. `dry_run`: nothing is to be changed. `codes`: the code of each reason.
     """
 
     at_s: float
@@ -140,3 +142,4 @@ class Plan:
     growth: float = 1.0
     cost_per_hour: float = 0.0
     dry_run: bool = False
+    codes: dict[str, Reason] = field(default_factory=dict)

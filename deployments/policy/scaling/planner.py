@@ -17,10 +17,11 @@ from deployments.policy.scaling.budget import within
 from deployments.policy.scaling.draft import Draft
 from deployments.policy.scaling.forecast import Forecast
 from deployments.policy.scaling.history import History
-from deployments.policy.scaling.inputs import Now, Plan, PoolNow
+from deployments.policy.scaling.inputs import Now, Plan, PoolNow, Predicted
 from deployments.policy.scaling.loads import Loads
 from deployments.policy.scaling.predict import Load
-from deployments.policy.scaling.sizing import Group, Sizing, groups_of
+from deployments.policy.scaling.reasons import Reason
+from deployments.policy.scaling.sizing import Group, Sizes, Sizing, groups_of
 from deployments.policy.scaling.starts import Starts
 
 NEARLY = 1e-6
@@ -50,7 +51,7 @@ class Planner:
         start_s = max(self._starts.takes_s(name) for name in pools)
         growth = self._forecast.growth(now.at_s, start_s + self._config.interval_s)
         loads = self._loads.of(now, pools, self._history, growth, start_s)
-        draft, carried = Draft(now, pools), 1.0
+        draft, carried = Draft(now, pools, growth), 1.0
         for group in self._groups:
             if group.role is Role.PREFILL:
                 self._size(group, loads[group].part(carried, 1.0), draft)
@@ -69,6 +70,7 @@ class Planner:
             round(growth, 3),
             self._cost(draft.targets),
             self._config.dry_run,
+            draft.codes,
         )
 
     # ---- what is seen
@@ -125,20 +127,43 @@ class Planner:
         need = sizing.units(sizing.enough(least))
         grown = sizing.enough({name: max(base[name], least[name]) for name in base}, blocked)
         self._note_need(group, at_s, need)
-        why = {name: each.because for name, each in sizing.predict(base).items()}
-        for name in group.names:
-            draft.settle(name, grown[name], f"with {base[name]}, {why[name]}")
+        self._settle(sizing, base, least, grown, draft)
         if grown != base:
             self._hold(group, at_s)
-        elif any(base[name] > least[name] for name in base):
+        elif sizing.strain(base) <= 1.0 and any(base[name] > least[name] for name in base):
             self._shrink(group, by_chance, base, least, draft)
         sizes = {name: draft.targets[name] for name in group.names}
         most = {name: size if name in blocked else self._most[name] for name, size in sizes.items()}
         draft.predicted.update(sizing.predict(sizes))
         draft.strained(group.names[0], sizing.strain({name: pool.ready for name, pool in pools.items()}))
         for name in blocked:
-            draft.reasons[name] += "; a start was given up, so the pool does not grow"
+            draft.note_given_up(name)
         return min(1.0, 1.0 / max(sizing.strain(most), NEARLY))
+
+    def _settle(self, sizing: Sizing, base: Sizes, least: Sizes, grown: Sizes, draft: Draft) -> None:
+        """Give the pools of a group the sizes to which they grow from `base`, with the reasons."""
+        load = sizing.load
+        now = replace(sizing, load=replace(load.grown(1.0 / draft.growth), backlog=load.backlog))
+        is_enough_now = draft.growth > 1.0 and any(base.values()) and now.strain(base) <= 1.0
+        for name, found in sizing.predict(base).items():
+            why = f"with {base[name]}, {found.because}"
+            if grown[name] == base[name]:
+                code = self._stays(name, base[name], least[name], found)
+            elif not any(base.values()):
+                code = Reason.WAKE
+            elif is_enough_now:
+                why, code = f"{why}, as the load is expected to grow", Reason.FORECAST_FLOOR
+            else:
+                code = found.code
+            draft.settle(name, grown[name], why, code)
+
+    def _stays(self, name: str, size: int, least: int, found: Predicted) -> Reason:
+        """The code of a pool that does not grow, until `_shrink` knows better."""
+        if found.strain > 1.0:
+            return Reason.MOST if size >= self._most[name] else Reason.OTHER_POOL
+        if size > least:
+            return Reason.OTHER_POOL
+        return Reason.LEAST if size else Reason.IDLE_ZERO
 
     def _base(self, pool: PoolNow) -> int:
         """The size of a pool without the starts that are given up, within its bounds."""
@@ -166,17 +191,20 @@ class Planner:
         needed_s, most = max(self._needs[group], key=lambda need: need[1])
         held_s = self._held_until_s.get(group, at_s) - at_s
         if held_s > 0.0:
-            why = f"it grew lately, or was first seen, and keeps its size for {held_s:.0f} s"
+            why, code = f"it grew lately, or was first seen, and keeps its size for {held_s:.0f} s", Reason.HOLD
+        elif fewer is None and any(each.code is Reason.SPEED_UNKNOWN for each in sizing.predict(base).values()):
+            why, code = "its speed is not known yet", Reason.SPEED_UNKNOWN
         elif fewer is None:
-            why = "one replica less would be too few"
+            why, code = "one replica less would be too few", Reason.NEEDED
         elif sizing.units(fewer[0]) < most - NEARLY:
-            why = f"more were needed {at_s - needed_s:.0f} s ago"
+            why, code = f"more were needed {at_s - needed_s:.0f} s ago", Reason.NEEDED_LATELY
         else:
             sizes, name = fewer
-            draft.settle(name, sizes[name], f"that is still enough: {sizing.predict(sizes)[name].because}")
+            code = Reason.SPARE if sizes[name] else Reason.IDLE_ZERO
+            draft.settle(name, sizes[name], f"that is still enough: {sizing.predict(sizes)[name].because}", code)
             return
         for name in group.names:
-            draft.explain(name, why)
+            draft.explain(name, why, code)
 
     # ---- money
 
@@ -190,4 +218,4 @@ class Planner:
         least = {name: self._least[name] for name in draft.targets}
         for name, size in within(draft.targets, least, self._costs, limit).items():
             if size < (wanted := draft.targets[name]):
-                draft.settle(name, size, f"{wanted} are wanted, and max_cost_per_hour is {limit:g}")
+                draft.settle(name, size, f"{wanted} are wanted, and max_cost_per_hour is {limit:g}", Reason.BUDGET)

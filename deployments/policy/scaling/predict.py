@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from deployments.messages import Role
 from deployments.policy.scaling.inputs import NONE, Arrivals, PoolNow, Predicted
+from deployments.policy.scaling.reasons import Reason
 from deployments.policy.step_size import LEAST_SHARE, STEADY
 from deployments.step_cost import Coefficients
 
@@ -70,7 +71,7 @@ class Load:
         return min((each.tpot_s for each in self.classes), default=math.inf)
 
 
-NOT_KNOWN = Predicted(strain=1.0, because="its speed is not known yet")
+NOT_KNOWN = Predicted(strain=1.0, because="its speed is not known yet", code=Reason.SPEED_UNKNOWN)
 """Of a pool of which no step was seen."""
 
 
@@ -105,12 +106,12 @@ def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
     if not (load.answers or load.backlog or any(each.per_s.requests for each in load.classes)):
         return Predicted()
     if replicas <= 0:
-        return Predicted(strain=OVERLOADED, because="it has load and no replica")
+        return Predicted(strain=OVERLOADED, because="it has load and no replica", code=Reason.WAKE)
     if steps is None:
         memory = NOT_KNOWN if pool.role is Role.PREFILL or not pool.blocks else _memory(pool, load, replicas, headroom)
         return max(memory, NOT_KNOWN, key=lambda each: each.strain)
     if (load := _settled(steps, load, replicas)).answers == math.inf:
-        return Predicted(strain=OVERLOADED, because="its tokens would come ever more slowly")
+        return Predicted(strain=OVERLOADED, because="its tokens would come ever more slowly", code=Reason.DECODE_TPOT)
     answers, held = load.answers / replicas, load.held / replicas
     decoding_s = steps.step_s(0, 0, answers, held)
     allowed_s = STEADY * load.tpot_s if load.tpot_s < math.inf else decoding_s / (1.0 - load.own_share)
@@ -123,7 +124,7 @@ def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
         found += [_memory(pool, load, replicas, headroom), _tokens(load, busy, decoding_s, headroom)]
     worst = max(found, key=lambda each: each.strain)
     fill, tpot_s, ttft_s = (max(getattr(each, name) for each in found) for name in ("fill", "tpot_s", "ttft_s"))
-    return Predicted(fill, busy, tpot_s, ttft_s, min(worst.strain, OVERLOADED), worst.because)
+    return Predicted(fill, busy, tpot_s, ttft_s, min(worst.strain, OVERLOADED), worst.because, worst.code)
 
 
 def _settled(steps: Coefficients, load: Load, replicas: int) -> Load:
@@ -150,6 +151,7 @@ def _first_tokens(pool: PoolNow, load: Load, replicas: int, share: float, headro
     """The prompts' side. `share`: of a step, for prompts."""
     busy = _busy(pool, load) / share
     strain, because = busy / replicas / MOST_BUSY, f"{busy / replicas:.0%} of its time goes to prompts"
+    code = Reason.PREFILL_BUSY
     ttft_s, found_busy = 0.0, erlang_c(replicas, busy)
     assert pool.steps is not None, "see `_busy`"
     whole = NONE
@@ -169,9 +171,9 @@ def _first_tokens(pool: PoolNow, load: Load, replicas: int, share: float, headro
         predicted_s = min(own_s, allowed_s / 2) + wait_s  # more replicas do not help a prompt that is long itself
         ttft_s = max(ttft_s, predicted_s)
         if predicted_s / allowed_s > strain:
-            strain = predicted_s / allowed_s
+            strain, code = predicted_s / allowed_s, Reason.PREFILL_TTFT
             because = f"first tokens of class {each.name} take up to {_time(predicted_s)} of {_time(each.ttft_s)}"
-    return Predicted(ttft_s=min(ttft_s, 1e6), strain=strain, because=because)
+    return Predicted(ttft_s=min(ttft_s, 1e6), strain=strain, because=because, code=code)
 
 
 def _of_ranks(pool: PoolNow, load: Load, rank: int, same: bool) -> float:
@@ -184,15 +186,18 @@ def _memory(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
     tokens = max(1, pool.blocks * pool.block_size) * replicas
     blocks, places = load.promised / tokens, load.answers / max(1, pool.max_sessions * replicas)
     fill = max(blocks, places)
-    what = "KV memory is promised" if blocks >= places else "places are taken"
-    return Predicted(fill=fill, strain=fill / headroom, because=f"{fill:.0%} of its {what}")
+    what, code = "KV memory is promised", Reason.DECODE_MEMORY
+    if blocks < places:
+        what, code = "places are taken", Reason.DECODE_PLACES
+    return Predicted(fill=fill, strain=fill / headroom, because=f"{fill:.0%} of its {what}", code=code)
 
 
 def _tokens(load: Load, busy: float, decoding_s: float, headroom: float) -> Predicted:
     """The answers' side: steps that prompts make longer. `busy`: the share of its time that a replica prefills."""
     tpot_s = decoding_s / max(1.0 - busy, TINY)
     strain = busy / load.own_share if load.tpot_s == math.inf else tpot_s / (headroom * load.tpot_s)
-    return Predicted(tpot_s=min(tpot_s, 1e6), strain=strain, because=f"a token takes {_time(tpot_s)}")
+    because = f"a token takes {_time(tpot_s)}"
+    return Predicted(tpot_s=min(tpot_s, 1e6), strain=strain, because=because, code=Reason.DECODE_TPOT)
 
 
 def _time(seconds: float) -> str:

@@ -16,6 +16,7 @@ from deployments.manager.manager import SessionManager
 from deployments.manager.scaling import FOLLOWED_S, LISTEN_S, Scaling, Size
 from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.policy.scaling.inputs import Now, Plan, Predicted
+from deployments.policy.scaling.reasons import Reason
 
 POOL = {"engine": {"kind": "mock"}}
 SETTLED = {"prefill": Size(1, 0, True), "decode-main": Size(1, 0, True), "ingress": Size(1, 0, True)}
@@ -26,6 +27,7 @@ class Script:
 
     def __init__(self) -> None:
         self.targets = {"prefill": 1, "decode-main": 1}
+        self.codes = dict.fromkeys(self.targets, Reason.NEEDED)
         self.seen: list[Now] = []
         self.error: Exception | None = None
 
@@ -34,7 +36,9 @@ class Script:
         if self.error is not None:
             raise self.error
         reasons = {name: f"{name} is as it is" for name in self.targets}
-        return Plan(now.at_s, dict(self.targets), reasons, "decode-main", {"decode-main": Predicted(0.5)})
+        return Plan(
+            now.at_s, dict(self.targets), reasons, "decode-main", {"decode-main": Predicted(0.5)}, codes=self.codes
+        )
 
 
 class Fleet:
@@ -73,16 +77,19 @@ async def test_a_changed_target_is_told_counted_and_logged(caplog: pytest.LogCap
     fleet.scaling.think(SETTLED)
     assert fleet.scaling.told() == {"decode-main": 1}, "a fixed pool is not Serve's to scale"
     assert not caplog.messages
-    fleet.script.targets["decode-main"] = 3
+    fleet.script.targets["decode-main"], fleet.script.codes["decode-main"] = 3, Reason.DECODE_TPOT
     fleet.scaling.think(SETTLED)
     assert fleet.scaling.told() == {"decode-main": 3}
-    assert fleet.scaling.decisions == {("decode-main", "up"): 1}
-    assert caplog.messages == ["decode-main gets 3 replicas, not 1: decode-main is as it is"]
+    assert fleet.scaling.decisions == {
+        ("decode-main", "stay", "needed"): 1,
+        ("decode-main", "up", "decode_tpot"): 1,
+    }
+    assert caplog.messages == ["decode-main gets 3 replicas, not 1 (decode_tpot): decode-main is as it is"]
     fleet.scaling.think(SETTLED)
     assert len(caplog.messages) == 1
-    fleet.script.targets["decode-main"] = 2
+    fleet.script.targets["decode-main"], fleet.script.codes["decode-main"] = 2, Reason.SPARE
     fleet.scaling.think(SETTLED)
-    assert fleet.scaling.decisions["decode-main", "down"] == 1
+    assert fleet.scaling.decisions["decode-main", "down", "spare"] == 1
 
 
 async def test_a_replica_is_a_start_until_it_takes_sessions() -> None:
@@ -134,7 +141,7 @@ async def test_a_dry_run_explains_and_changes_nothing(caplog: pytest.LogCaptureF
         fleet.scaling.think(SETTLED)
     assert fleet.scaling.told() == {}
     assert fleet.script.seen[-1].pools[1].target == 1, "it is what Serve has"
-    assert caplog.messages == ["decode-main would get 3 replicas, not 1: decode-main is as it is"]
+    assert caplog.messages == ["decode-main would get 3 replicas, not 1 (needed): decode-main is as it is"]
     assert fleet.scaling.explain()["pools"]["decode-main"]["target"] == 3
 
 
@@ -149,7 +156,7 @@ async def test_the_status_explains_the_plan() -> None:
     assert (shown["age_s"], shown["short"], shown["failure"]) == (2.0, "decode-main", None)
     pool = shown["pools"]["decode-main"]
     assert (pool["target"], pool["ready"], pool["bounds"], pool["followed"]) == (1, 1, [1, 3], True)
-    assert pool["reason"] == "decode-main is as it is"
+    assert (pool["code"], pool["reason"]) == ("needed", "decode-main is as it is")
     assert pool["predicted"]["fill"] == 0.5
 
 

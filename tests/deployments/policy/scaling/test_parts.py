@@ -65,17 +65,18 @@ def test_a_class_of_a_lower_rank_does_not_wait_for_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "because"),
+    ("load", "because", "code"),
     [
-        (Load((chat(1.0),), answers=10, held=1e4, promised=1e9), "KV memory"),
-        (Load((chat(1.0),), answers=4 * PLACES, held=4.0, promised=4.0), "places"),
-        (Load((chat(1.0),), answers=200, held=400_000, promised=400_000), "a token takes"),
+        (Load((chat(1.0),), answers=10, held=1e4, promised=1e9), "KV memory", "decode_memory"),
+        (Load((chat(1.0),), answers=4 * PLACES, held=4.0, promised=4.0), "places", "decode_places"),
+        (Load((chat(1.0),), answers=200, held=400_000, promised=400_000), "a token takes", "decode_tpot"),
     ],
 )
-def test_decode_is_short_of_memory_places_or_speed(load: Load, because: str) -> None:
+def test_decode_is_short_of_memory_places_or_speed(load: Load, because: str, code: str) -> None:
     found = predict(pool(Role.DECODE), load, 2, 0.85)
     assert found.strain > 1.0
     assert because in found.because
+    assert found.code == code
 
 
 def test_nothing_needs_no_replica_and_something_needs_one() -> None:

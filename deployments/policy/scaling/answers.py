@@ -66,12 +66,18 @@ class AnswersNow:
 
 
 def _seen(now: Now) -> Answers:
-    """What is on the replicas. An answer on a prefill replica is promised as much as one elsewhere."""
+    """What is on the replicas. An answer on a prefill replica is promised as much as one elsewhere. Where none is
+    elsewhere, its pool's sessions are equal: prompts take memory there as well."""
     writing = [pool for pool in now.pools if pool.role is not Role.PREFILL]
     there = sum(pool.answers for pool in writing)
     seen = Answers(there, sum(pool.held for pool in writing), sum(pool.promised * pool.block_size for pool in writing))
     if there >= 1.0:
-        seen = seen.times(sum(pool.answers for pool in now.pools) / there)
+        return seen.times(sum(pool.answers for pool in now.pools) / there)
+    for pool in now.pools:
+        if pool.role is Role.PREFILL and pool.answers:
+            part = pool.answers / max(pool.sessions, pool.answers)
+            more = (pool.answers, part * pool.held, part * pool.promised * pool.block_size)
+            seen = Answers(*(mine + theirs for mine, theirs in zip(seen, more, strict=True)))
     return seen
 
 

@@ -115,13 +115,14 @@ def predict(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
     answers, held = load.answers / replicas, load.held / replicas
     decoding_s = steps.step_s(0, 0, answers, held)
     allowed_s = STEADY * load.tpot_s if load.tpot_s < math.inf else decoding_s / (1.0 - load.own_share)
-    share = 1.0 - min(1.0, answers) * min(decoding_s / allowed_s, 1.0 - LEAST_SHARE)
+    beside = 1.0 - min(decoding_s / allowed_s, 1.0 - LEAST_SHARE)  # of a step that has answers, for prompts
+    share = 1.0 - min(1.0, answers) * (1.0 - beside)
     busy = _busy(pool, load) / replicas
     found = []
     if pool.role is not Role.DECODE:
         found.append(_first_tokens(pool, load, replicas, share, headroom))
     if pool.role is not Role.PREFILL:
-        found += [_memory(pool, load, replicas, headroom), _tokens(load, busy, decoding_s, headroom)]
+        found += [_memory(pool, load, replicas, headroom), _tokens(load, busy * beside / share, decoding_s, headroom)]
     worst = max(found, key=lambda each: each.strain)
     fill, tpot_s, ttft_s = (max(getattr(each, name) for each in found) for name in ("fill", "tpot_s", "ttft_s"))
     return Predicted(fill, busy, tpot_s, ttft_s, min(worst.strain, OVERLOADED), worst.because, worst.code)
@@ -193,7 +194,10 @@ def _memory(pool: PoolNow, load: Load, replicas: int, headroom: float) -> Predic
 
 
 def _tokens(load: Load, busy: float, decoding_s: float, headroom: float) -> Predicted:
-    """The answers' side: steps that prompts make longer. `busy`: the share of its time that a replica prefills."""
+    """The answers' side: steps that prompts make longer. `busy`: the share of a step with answers that prompts take.
+
+    Where a replica has no answer for a part of its time, its prompts take more of that part, and less beside answers.
+    """
     tpot_s = decoding_s / max(1.0 - busy, TINY)
     strain = busy / load.own_share if load.tpot_s == math.inf else tpot_s / (headroom * load.tpot_s)
     because = f"a token takes {_time(tpot_s)}"

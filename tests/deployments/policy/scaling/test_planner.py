@@ -13,7 +13,7 @@ from deployments.policy.prediction.step_time import StepModel
 from deployments.policy.scaling.inputs import Now, PoolNow, Waiting
 from deployments.policy.scaling.planner import Planner
 from deployments.policy.scaling.predict import Load, predict
-from tests.deployments.policy.scaling.world import BLOCK, BLOCKS, DECODE, PLACES, World, asked, config
+from tests.deployments.policy.scaling.world import BLOCK, BLOCKS, DECODE, PLACES, PREFILL, World, asked, config
 
 SOME = {"chat": asked(20.0)}
 MANY = {"chat": asked(80.0)}
@@ -258,6 +258,32 @@ def test_mixed_pools_are_sized_by_the_sum() -> None:
     prompts = {"chat": asked(80.0, output=1.0, held=1001.0)}
     only_prompts = World(config({"mixed": {"all": free}})).run(300, prompts).targets["mixed-all"]
     assert small < only_prompts < large
+
+
+@pytest.mark.parametrize(("output", "grows"), [(2.0, False), (400.0, True)])
+def test_a_burst_of_prompts_on_a_mixed_pool_takes_the_share_that_answers_leave(output: float, grows: bool) -> None:
+    """Four replicas are enough before. The same prompts come more: where answers are few, prompts get their time."""
+    free = {"autoscaling": {"min_replicas": 4, "max_replicas": 20}, "engine": {"kind": "mock"}}
+    world = World(config({"mixed": {"all": free}}))
+    before = asked(10.0, output=output, held=1000.0 + 2.0 * output)
+    assert world.run(300, {"chat": before}).targets == {"mixed-all": 4}
+    plan = world.run(60, {"chat": before.plus(asked(3.0, output=1.0, held=1001.0))})
+    assert (plan.targets["mixed-all"] > 4) is grows
+
+
+def test_answers_on_prefill_replicas_count_as_decodes_whether_or_not_decode_has_any() -> None:
+    """A prefill pool that is not strict writes answers, here all of them: no decode replica is up."""
+    sizes = {}
+    for written in (0.0, 40.0):
+        planner = Planner(config())
+        prefill = PoolNow("prefill", Role.PREFILL, 2, 2, (), PREFILL, BLOCKS, BLOCK, PLACES, 2048, sessions=written)
+        prefill = dataclasses.replace(prefill, answers=written, promised=written * 1600, held=written * 20_000)
+        decode = PoolNow("decode-main", Role.DECODE, 1, 1, (), DECODE, BLOCKS, BLOCK, PLACES, 2048)
+        for number in range(20):
+            plan = planner.plan(Now(5.0 * number, (prefill, decode)))
+        sizes[written] = plan.targets["decode-main"]
+        assert plan.targets["prefill"] <= 2
+    assert sizes[0.0] == 1 < sizes[40.0]
 
 
 def test_without_a_known_speed_a_pool_keeps_its_size() -> None:

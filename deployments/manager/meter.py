@@ -76,5 +76,8 @@ class ManagerMeter:
             for pool in scaling.pools:
                 value(names.TARGET, pool=pool).set(plan.targets[pool])
                 value(names.SHORT, pool=pool).set(plan.short == pool)
-        for (pool, direction), count in scaling.decisions.items():
-            value(names.DECISIONS, pool=pool, direction=direction).set(count)
+        for (pool, direction, code), count in scaling.decisions.items():
+            value(names.DECISIONS, pool=pool, direction=direction, reason=code).set(count)
+        for (pool, code), count in scaling.reasons.items():
+            value(names.PLANS, pool=pool, reason=code).set(count)
+        value(names.FAILURES).set(scaling.failures)

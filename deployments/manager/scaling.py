@@ -46,8 +46,9 @@ class Size(NamedTuple):
 class Scaling:
     """Plans, one after the other. `clock`: seconds, monotonic. All methods run on one event loop.
 
-    `plan`: the newest; None before the first. `decisions`: the plans since the manager began, by pool, direction ("up",
-    "down" or "stay") and code of the reason. `failures`: plans that failed since then.
+    `plan`: the newest; None before the first. Counted since the manager began: `decisions`, changed targets by pool,
+    direction ("up" or "down") and code of the reason; `reasons`, all plans by pool and code; `failures`, plans that
+    failed.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Scaling:
         self.failures = 0
         self.plan: Plan | None = None
         self.decisions: Counter[tuple[str, str, str]] = Counter()
+        self.reasons: Counter[tuple[str, str]] = Counter()
 
     async def run(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]]) -> None:
         """Make a plan every `scaling.interval_s`, without end. `sizes`: asks Serve; None when it does not say.
@@ -157,16 +159,16 @@ class Scaling:
     # ---- what became of it
 
     def _note(self, plan: Plan, before: Mapping[str, int]) -> None:
-        """Count each target, and log those that change."""
+        """Count the reason of each target, and count and log the targets that change."""
         if self._config.dry_run and self.plan is not None:
             before = self.plan.targets
         for name in self.pools:
             old, new = before[name], plan.targets[name]
-            direction = "stay" if new == old else "up" if new > old else "down"
             code = plan.codes[name]
-            self.decisions[name, direction, code] += 1
+            self.reasons[name, code] += 1
             if new == old:
                 continue
+            self.decisions[name, "up" if new > old else "down", code] += 1
             verb = "would get" if self._config.dry_run else "gets"
             logger.warning("%s %s %d replicas, not %d (%s): %s", name, verb, new, old, code, plan.reasons[name])
 

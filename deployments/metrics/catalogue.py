@@ -126,6 +126,10 @@ COVERAGE = _manager(
 )
 TARGET = _manager("baton_scaling_target", "Replicas that the pool should have.", Kind.GAUGE, "pool")
 SHORT = _manager("baton_scaling_short", "1 for the pool that lacks most, 0 for others.", Kind.GAUGE, "pool")
-DECISIONS = _manager("baton_scaling_decisions", "Changed targets, by direction.", labels="pool direction")
+DECISIONS = _manager(
+    "baton_scaling_decisions", "Changed targets, by direction and code of the reason.", labels="pool direction reason"
+)
+PLANS = _manager("baton_scaling_plans", "Plans, by the code of the pool's reason.", labels="pool reason")
+FAILURES = _manager("baton_scaling_failures", "Plans that failed, so that the last one stayed.")
 
 METRICS = tuple(_ALL)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
-from configs.schema import BatonConfig, MockEngineConfig, PoolConfig
+from configs.schema import BatonConfig, MockEngineConfig, PoolConfig, ScalingConfig
 from deployments.manager.meter import ManagerMeter
+from deployments.manager.scaling import Scaling
 from deployments.manager.status import Counts
 from deployments.messages import Admit, Mode, Phase, Placement, Reject, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.metrics.registry import Registry
 from deployments.policy.allocator import Allocator
+from deployments.policy.scaling.reasons import Reason
 
 DECODE = ReplicaInfo("d0", "decode-main", Role.DECODE, "node", "engine", 16, 100, 8, 1000)
 
@@ -48,3 +50,20 @@ async def test_promises_stand_beside_use_and_decisions_are_counted_once() -> Non
         ("baton_breakers_open",): 1,
     }
     assert {key: found.get(key) for key in expected} == expected
+
+
+async def test_the_plans_reasons_and_failures_are_counted() -> None:
+    pool = PoolConfig(engine=MockEngineConfig(block_size=16))
+    config = BatonConfig(prefill=pool, decode={"main": pool})
+    allocator, registry = Allocator(config, random.Random(1)), Registry(model_name="m", policy="joint")
+    scaling = Scaling(config, ScalingConfig(), allocator, lambda: 0.0)
+    scaling.decisions["decode-main", "up", Reason.DECODE_TPOT] += 1
+    scaling.reasons["decode-main", Reason.HOLD] += 5
+    scaling.failures = 2
+    meter = ManagerMeter(registry, allocator, Counts(), scaling, lambda: 0.0)
+    for _ in range(2):
+        await meter.collect()
+    found = {(each.name, *(value for _, value in each.labels[1:])): each.value for each in registry.samples()}
+    assert found["baton_scaling_decisions", "decode-main", "up", "decode_tpot"] == 1
+    assert found["baton_scaling_plans", "decode-main", "hold"] == 5
+    assert found["baton_scaling_failures",] == 2

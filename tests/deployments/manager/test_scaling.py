@@ -80,10 +80,8 @@ async def test_a_changed_target_is_told_counted_and_logged(caplog: pytest.LogCap
     fleet.script.targets["decode-main"], fleet.script.codes["decode-main"] = 3, Reason.DECODE_TPOT
     fleet.scaling.think(SETTLED)
     assert fleet.scaling.told() == {"decode-main": 3}
-    assert fleet.scaling.decisions == {
-        ("decode-main", "stay", "needed"): 1,
-        ("decode-main", "up", "decode_tpot"): 1,
-    }
+    assert fleet.scaling.decisions == {("decode-main", "up", "decode_tpot"): 1}
+    assert fleet.scaling.reasons == {("decode-main", "needed"): 1, ("decode-main", "decode_tpot"): 1}
     assert caplog.messages == ["decode-main gets 3 replicas, not 1 (decode_tpot): decode-main is as it is"]
     fleet.scaling.think(SETTLED)
     assert len(caplog.messages) == 1

@@ -38,7 +38,7 @@ def serve(
     num_cpus: Annotated[int | None, typer.Option(help="logical CPUs of our own Ray; default: what is needed")] = None,
     timeout_s: Annotated[float, typer.Option(help="the longest until ready")] = 900.0,
 ) -> None:
-    """Start everything and serve, as `make serve` does; Ctrl-C ends it."""
+    """Start everything and serve, as `make serve`."""
     options = {
         "--config": config,
         "--port": port,
@@ -55,7 +55,7 @@ def serve(
 
 @app.command()
 def status(url: Url = HERE, as_json: Json = False) -> None:
-    """Show pools, replicas, sessions, the queue and scaling of a running Baton."""
+    """Show the state of a running Baton."""
     from app.cli.tables import status_text
 
     state = _state(url)
@@ -64,7 +64,7 @@ def status(url: Url = HERE, as_json: Json = False) -> None:
 
 @app.command()
 def sessions(url: Url = HERE, as_json: Json = False) -> None:
-    """List the placed sessions of a running Baton: state, replicas, tokens, age. None of their text."""
+    """List the sessions of a running Baton."""
     from app.cli.tables import session_rows, sessions_text
 
     rows = session_rows(_state(url))
@@ -73,7 +73,7 @@ def sessions(url: Url = HERE, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Check this machine: versions, GPUs, network, ports, memory, limits. Exit status 1 where something fails."""
+    """Check this machine; exit status 1 on a fail."""
     from app.cli.machine import examine
     from app.cli.tables import aligned
 
@@ -88,13 +88,13 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command(context_settings=_FORWARDED)
 def plan(context: typer.Context) -> None:
-    """Find the cheapest fleet for a trace of requests: see `baton plan --help`."""
+    """Find the cheapest fleet for a trace."""
     _forward("load_tests.plan", context.args)
 
 
 @app.command(context_settings=_FORWARDED)
 def tune(context: typer.Context) -> None:
-    """Measure an engine of each pool and print settings, as `make tune`: see `baton tune --help`."""
+    """Measure engines and print settings."""
     _forward("load_tests.tune", context.args)
 
 

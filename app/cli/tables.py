@@ -18,7 +18,7 @@ def status_text(state: Mapping[str, Any]) -> str:
             _of(replica.get("load"), "backlog_tokens"),
         )
         for pool, each in state["pools"].items()
-        for name, replica in each.get("replicas", {}).items()
+        for name, replica in each["replicas"].items()
     ]
     empty = [(pool, "-", "no replica", "-", "-", "-") for pool, each in state["pools"].items() if not each["replicas"]]
     head = ("POOL", "REPLICA", "PHASE", "SESSIONS", "FREE BLOCKS", "BACKLOG TOKENS")

@@ -18,17 +18,17 @@ WIDTH = 100
 
 _HEAD = """# Console command
 
-`make env` puts `baton` into `.venv/bin`. With `--json` a command prints one JSON object to stdout. A command that fails says why in
-one line on stderr: its exit status is 1, and 2 for a wrong option. This page is what `--help` prints
-(`python -m app.cli.reference --write`).
+`make env` puts `baton` into `.venv/bin`. With `--json` a command prints one JSON object to stdout. A command that
+fails says why in one line on stderr: its exit status is 1, and 2 for a wrong option. This page is what `--help`
+prints (`python -m app.cli.reference --write`).
 
-`status` and `sessions` ask `/baton/status` of a running Baton ([HTTP API](http-api.md)). Where a proxy before it wants the
-administrator's key, they send the one in the variable `BATON_ADMIN_KEY` as the header `x-baton-admin-key`. No command shows
-the text of a prompt or an answer.
+`status` and `sessions` ask `/baton/status` of a running Baton ([HTTP API](http-api.md)). The administrator's
+key in the variable `BATON_ADMIN_KEY` is sent as the header `x-baton-admin-key`. No command shows the text of a prompt
+or an answer.
 """
 _TAIL = """
-`doctor` starts no engine and opens no NIXL agent: it reads what is installed and what the kernel says. Whether KV moves between
-two processes is what `make gpu-check` tries ([GPUs](../guides/gpus.md)). On a machine with two cores and no GPU:
+`doctor` starts no engine and opens no NIXL agent: it reads what is installed and what the kernel says. Whether KV moves
+between two processes is what `make gpu-check` tries ([GPUs](../guides/gpus.md)). On a machine with two cores and no GPU:
 
 ```
 ok  python         3.11
@@ -53,11 +53,13 @@ ok  clock          tsc
 
 ## baton plan
 
-All options are those of the planner: `baton plan --help`, and [Plan](../guides/planning.md). With `--json` the table is left out.
+All options are those of the planner: `baton plan --help`, and [Plan](../guides/planning.md). With `--json` the
+table is left out.
 
 ## baton tune
 
-All options are those of `make tune`: `baton tune --help`, and [Tune](../guides/tune.md). With `--json` only the result is printed.
+All options are those of `make tune`: `baton tune --help`, and [Tune](../guides/tune.md). With `--json` only the
+result is printed.
 """
 
 

@@ -28,7 +28,8 @@ or an answer.
 """
 _TAIL = """
 `doctor` starts no engine and opens no NIXL agent: it reads what is installed and what the kernel says. Whether KV moves
-between two processes is what `make gpu-check` tries ([GPUs](../guides/gpus.md)). On a machine with two cores and no GPU:
+between two processes is what `make gpu-check` tries ([GPUs](../guides/gpus.md)). On a machine with two cores and
+no GPU:
 
 ```
 ok  python         3.11

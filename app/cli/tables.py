@@ -26,7 +26,8 @@ def status_text(state: Mapping[str, Any]) -> str:
     lines = [
         f"ready: {'yes' if state.get('ready') else 'no'}",
         *aligned([head, *rows, *empty]),
-        f"sessions: {sessions.get('open', 0)} open, {sessions.get('queued', 0)} queued; {_counts(sessions, 'closed')}",
+        f"sessions: {sessions.get('open', 0)} open, {sessions.get('queued', 0)} queued",
+        f"closed: {_counts(sessions, 'closed')}",
         f"placed: {_counts(state, 'modes')}",
         f"refused: {_counts(state, 'rejects')}",
         f"scaling: {_scaling(state.get('scaling'))}",
@@ -71,7 +72,7 @@ def _of(load: Mapping[str, Any] | None, name: str) -> str:
 
 
 def _counts(state: Mapping[str, Any], name: str) -> str:
-    return ", ".join(f"{number} {each}" for each, number in (state.get(name) or {}).items()) or f"none {name}"
+    return ", ".join(f"{number} {each}" for each, number in (state.get(name) or {}).items()) or "none"
 
 
 def _scaling(scaling: object) -> str:

@@ -80,7 +80,7 @@ def test_status_and_sessions_ask_a_running_baton(url: str) -> None:
     shown = runner.invoke(main.app, ["status", "--url", url])
     assert shown.exit_code == 0
     assert "d1" in shown.stdout
-    assert "2 open, 3 queued; 7 finished" in shown.stdout
+    assert "2 open, 3 queued\nclosed: 7 finished\nplaced: 9 decode_local\n" in shown.stdout
     assert json.loads(runner.invoke(main.app, ["status", "--url", url, "--json"]).stdout) == STATE
     rows = json.loads(runner.invoke(main.app, ["sessions", "--url", url, "--json"]).stdout)["sessions"]
     assert [(row["session"], row["state"]) for row in rows] == [("old", "decode"), ("young", "prefill")]

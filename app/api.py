@@ -31,6 +31,8 @@ from app.errors import (
 )
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.large_bodies import LargeBodies
+from app.live.feed import Feed
+from app.live.page import Page
 from app.pace import Pace, PacedSend
 from app.request_identity import client_of, request_context
 from app.timings import TIMINGS, Timings
@@ -50,6 +52,7 @@ class Gateway:
 
     `echo_request_id`: False where the proxy in front answers with the header itself, as Serve's does.
     `observe` is called with every request that reached the inner application, and its status.
+    `feed`: what the live page shows; None: there is no such page.
     `max_queued_requests`: how many may wait for a place; 0: any number.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
@@ -63,6 +66,7 @@ class Gateway:
         observe: Callable[[RequestContext, int], None] = lambda context, status: None,
         timings: Timings = TIMINGS,
         max_queued_requests: int = 0,
+        feed: Feed | None = None,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner = inner
@@ -73,6 +77,7 @@ class Gateway:
         self._timings = timings
         self._bounds, self._pace = Bounds(config, max_queued_requests), Pace(config.refusals_per_s)
         self._large = LargeBodies()
+        self._page = None if feed is None else Page(feed)
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,11 +88,16 @@ class Gateway:
         entry = Entry(scope, request_id)
         if self._echo:
             send = _with_header(send, REQUEST_ID, request_id.encode())
-        route = self._routes.get(scope["path"].removeprefix(scope.get("root_path", "")))
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        get = scope["method"] in ("GET", "HEAD")
+        if get and self._page is not None and (shown := self._page.at(path)) is not None:
+            entry.write(shown.status_code)
+            await shown(scope, receive, send)
+            return
+        route = self._routes.get(path)
         if route is None:
             await self._forward(scope, receive, send, request_id, entry)
             return
-        get = scope["method"] in ("GET", "HEAD")
         own = await route() if get else answer(MethodNotAllowed(f"{scope['path']} answers GET only"))
         await respond(send, own)
         entry.write(own.status, own if own.status >= 400 else None)

@@ -11,6 +11,8 @@ from starlette.middleware import Middleware
 from app import access_log
 from app.api import Gateway
 from app.background import Runs
+from app.live.feed import Feed
+from app.live.latencies import Latencies, follow
 from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig
 from deployments.cluster.request_context import RequestContext
@@ -55,6 +57,7 @@ class Ingress:
         self._adapters: ServedAdapters | None = None
         self._metrics = registry_of(self._config)
         self._tasks = OwnTasks()
+        self._feed: Feed | None = None
 
     async def __serve_build_asgi_app__(self) -> Gateway:
         """Serve calls this once. The ingress is ready when this returns. vllm is imported in its process only."""
@@ -91,6 +94,10 @@ class Ingress:
         self._ended = asyncio.create_task(self._end_in_time(core), name="baton-drain")
         if self._metrics is not None:
             self._tasks.own(publish(self._metrics), "metrics")
+        latencies = None if self._metrics is None else Latencies(self._metrics)
+        if latencies is not None:
+            self._tasks.own(follow(latencies), "latencies")
+        self._feed = Feed(self._manager, latencies, self._config.model.name)
         # Serve's proxy answers with the request id itself.
         gateway = Gateway(
             server,
@@ -99,6 +106,7 @@ class Ingress:
             echo_request_id=False,
             observe=self._count,
             max_queued_requests=placement.max_queued_requests,
+            feed=self._feed,
         )
         gateway.counters["without_manager"] = self._manager.counters
         return gateway
@@ -117,6 +125,8 @@ class Ingress:
         Serve sends no new request to an ingress that it stops, and waits for its answers for a while.
         """
         await until_leaving()
+        if self._feed is not None:
+            await self._feed.close()
         if await is_application_leaving():
             core.refuse(Unavailable("this server is being stopped"))
             if self._runs is not None:  # the store goes too, and nothing could show what they come to

@@ -129,6 +129,15 @@ class Status(Call[dict[str, Any]], frozen=True, tag=True):
     """
 
 
+class Overview(Call[dict[str, Any]], frozen=True, tag=True):
+    """Ask for what the live page shows: `Status` without what grows with the number of sessions.
+
+    `{"ready", "pools", "scaling", "sessions": {"open", "queued", "closed"}, "modes", "rejects", "breakers", "waiting",
+    "flows": [{"prefill", "decode", "prefilling", "writing"}]}`. `waiting`: requests by class. `flows`: sessions by the
+    pools that compute their prompts and write their answers.
+    """
+
+
 class Adopt(Call[None], frozen=True, tag=True):
     """Count a session that another manager has placed. It must be closed like all others.
 
@@ -155,7 +164,7 @@ class ShareAdapters(Call[AdapterList], frozen=True, tag=True):
 
 Notice = PrefillDone | Close | Withdraw | Lost
 """Calls that tell the manager something and need no answer."""
-AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Adopt | ShareAdapters
+AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Overview | Adopt | ShareAdapters
 Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | AdapterList | dict[str, Any] | None
 
 

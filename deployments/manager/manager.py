@@ -29,6 +29,7 @@ from deployments.manager.calls import (
     Close,
     Lost,
     Open,
+    Overview,
     PrefillDone,
     Ready,
     Report,
@@ -132,6 +133,8 @@ class SessionManager:
                 return status.ready(self._allocator, now_s, self._may_be_empty)
             case Status():
                 return status.status(self._allocator, self._counts, now_s, self._may_be_empty, self.scaling)
+            case Overview():
+                return status.overview(self._allocator, self._counts, now_s, self._may_be_empty, self.scaling)
             case Adopt(placement, prompt_tokens, prefilling):
                 self._allocator.fleet.reserve(placement, prompt_tokens, now_s)
                 if not prefilling:

@@ -33,6 +33,7 @@ from deployments.manager.calls import (
     Manager,
     Notice,
     Open,
+    Overview,
     PrefillDone,
     Ready,
     Report,
@@ -108,7 +109,7 @@ class StandIn:
                 return () if self._is_away else await self._control.ask(call)
             case Ready():
                 return await self._ready(call)
-            case Status() | ShareAdapters():
+            case Status() | Overview() | ShareAdapters():
                 return await self._control.ask(call)
             case View() | Report() | Adopt():
                 raise ValueError(f"an ingress does not ask for {type(call).__name__}")

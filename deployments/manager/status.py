@@ -77,18 +77,56 @@ def status(
     scaling: Scaling | None = None,
 ) -> dict[str, Any]:
     """See `calls.Status`."""
-    promises = allocator.fleet.promises()
+    return {
+        **_common(allocator, counts, now_s, may_be_empty, scaling),
+        "predictions": allocator.predictions(),
+        "promises": [_promise(promise, now_s) for promise in allocator.fleet.promises()],
+        "replicas": {name: _numbers(each) for name, each in allocator.fleet.snapshots().items()},
+    }
+
+
+def overview(
+    allocator: Allocator,
+    counts: Counts,
+    now_s: float,
+    may_be_empty: Collection[str] = (),
+    scaling: Scaling | None = None,
+) -> dict[str, Any]:
+    """See `calls.Overview`."""
+    return {
+        **_common(allocator, counts, now_s, may_be_empty, scaling),
+        "waiting": allocator.room.queued(),
+        "flows": _flows(allocator.fleet.promises()),
+    }
+
+
+def _common(
+    allocator: Allocator, counts: Counts, now_s: float, may_be_empty: Collection[str], scaling: Scaling | None
+) -> dict[str, Any]:
     return {
         **ready(allocator, now_s, may_be_empty),
         "scaling": None if scaling is None else scaling.explain(),
-        "sessions": {"open": len(promises), "queued": len(allocator.room), "closed": dict(counts.outcomes)},
+        "sessions": {
+            "open": len(allocator.fleet.promises()),
+            "queued": len(allocator.room),
+            "closed": dict(counts.outcomes),
+        },
         "modes": dict(counts.modes),
         "rejects": dict(counts.rejects),
         "breakers": {name: round(left_s, 3) for name, left_s in allocator.breakers.shut(now_s).items()},
-        "predictions": allocator.predictions(),
-        "promises": [_promise(promise, now_s) for promise in promises],
-        "replicas": {name: _numbers(each) for name, each in allocator.fleet.snapshots().items()},
     }
+
+
+def _flows(promises: Collection[Promise]) -> list[dict[str, Any]]:
+    """Sessions by the pools of the replicas that compute the prompt and write the answer."""
+    found = Counter(
+        (promise.placement.prefiller.pool, promise.placement.owner.pool, promise.prefilling) for promise in promises
+    )
+    pairs = sorted({(prefill, decode) for prefill, decode, _ in found})
+    return [
+        {"prefill": each[0], "decode": each[1], "prefilling": found[(*each, True)], "writing": found[(*each, False)]}
+        for each in pairs
+    ]
 
 
 def _load(view: ReplicaView, now_s: float) -> dict[str, Any]:

@@ -99,6 +99,7 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
     calls.Report: msgspec.msgpack.Decoder(ReportAnswer),
     calls.Ready: _SHOWN,
     calls.Status: _SHOWN,
+    calls.Overview: _SHOWN,
     calls.Adopt: _TOLD,
     calls.ShareAdapters: msgspec.msgpack.Decoder(AdapterList),
 }

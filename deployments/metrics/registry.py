@@ -79,6 +79,15 @@ class Registry:
             self._histograms[key] = metric, Histogram(metric.buckets)
         return self._histograms[key][1]
 
+    def total(self, metric: Metric) -> float:
+        """The sum of a counter over all its labels."""
+        return sum(value.value for of, value in self._values.values() if of is metric)
+
+    def merged(self, metric: Metric, buckets: int) -> tuple[int, ...]:
+        """A histogram's observations by bucket, over all its labels. `buckets`: how many there are."""
+        found = [histogram.counts for of, histogram in self._histograms.values() if of is metric]
+        return tuple(map(sum, zip(*found, strict=True))) if found else (0,) * buckets
+
     def samples(self) -> Iterator[Sample]:
         """Every number, as Prometheus knows it."""
         for key, (metric, value) in self._values.items():

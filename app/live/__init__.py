@@ -1,0 +1,1 @@
+"""The live page at /status: what the fleet does, as it does it."""

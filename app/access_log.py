@@ -32,14 +32,15 @@ def start() -> None:
 
 
 class Entry:
-    """One request, from its arrival on. Nothing is done for its tokens one by one."""
+    """One request, from its arrival on. Nothing is done for its tokens one by one. `key`: the name of its API key."""
 
-    __slots__ = ("_method", "_path", "_request_id", "_started_s")
+    __slots__ = ("_method", "_path", "_request_id", "_started_s", "key")
 
     def __init__(self, scope: Mapping[str, Any], request_id: str) -> None:
         self._started_s = time.monotonic()
         self._request_id = request_id
         self._method, self._path = scope["method"], scope["path"]
+        self.key: str | None = None
 
     def write(
         self, status: int, failure: Answer | None = None, context: RequestContext | None = None, left: bool = False
@@ -57,6 +58,8 @@ class Entry:
             "outcome": _outcome(status, failure, left),
             "total_s": round(now_s - self._started_s, 4),
         }
+        if self.key is not None:
+            line["key"] = self.key
         if context is not None:
             first_s = context.first_token_s
             line |= {

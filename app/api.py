@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from app.access.gate import KEY, Gate, key_of, quota_of
 from app.access_log import Entry
 from app.body_text import check_text
 from app.body_types import check_types
@@ -34,7 +35,7 @@ from app.large_bodies import LargeBodies
 from app.live.feed import Feed
 from app.live.page import Page
 from app.pace import Pace, PacedSend
-from app.request_identity import client_of, request_context
+from app.request_identity import address_of, client_of, request_context
 from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
@@ -53,7 +54,7 @@ class Gateway:
     `echo_request_id`: False where the proxy in front answers with the header itself, as Serve's does.
     `observe` is called with every request that reached the inner application, and its status.
     `feed`: what the live page shows; None: there is no such page.
-    `max_queued_requests`: how many may wait for a place; 0: any number.
+    `max_queued_requests`: how many may wait for a place; 0: any number. `gate`: None where no request needs an API key.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
 
@@ -67,9 +68,10 @@ class Gateway:
         timings: Timings = TIMINGS,
         max_queued_requests: int = 0,
         feed: Feed | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
-        self._inner = inner
+        self._inner, self._gate = inner, gate
         self._config = config
         self._manager = manager
         self._echo = echo_request_id
@@ -88,6 +90,14 @@ class Gateway:
         entry = Entry(scope, request_id)
         if self._echo:
             send = _with_header(send, REQUEST_ID, request_id.encode())
+        if self._gate is not None:
+            try:
+                key = self._gate.admit(scope)
+            except RequestError as error:
+                await self._turn_away(error, scope, send, entry)
+                return
+            if key is not None:
+                entry.key, scope = key.name, {**scope, KEY: key}
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         get = scope["method"] in ("GET", "HEAD")
         if get and self._page is not None and (shown := self._page.at(path)) is not None:
@@ -101,6 +111,14 @@ class Gateway:
         own = await route() if get else answer(MethodNotAllowed(f"{scope['path']} answers GET only"))
         await respond(send, own)
         entry.write(own.status, own if own.status >= 400 else None)
+
+    async def _turn_away(self, error: RequestError, scope: Scope, send: Send, entry: Entry) -> None:
+        """Refuse a request for its key. The pace is that of its address, as it can make up any number of keys."""
+        refusal = answer(error)
+        _count(self.counters["errors"], str(refusal.status))
+        paced = PacedSend(self._pace, address_of(scope, self._config.client_header), send)
+        await respond(paced, shaped(refusal, is_anthropic(scope)))
+        entry.write(refusal.status, refusal)
 
     async def _health(self) -> Answer:
         return Answer(200, {"status": "alive"})
@@ -152,6 +170,7 @@ class Gateway:
             context = request_context(request_id, scope, body, client)
             context.most_parts = self._bounds.most_parts
             parts = self._bounds.enter(client, body)
+            context.quota = quota_of(key_of(scope), parts)
         except (RequestError, GrammarTooLong, TooManyParts, Overloaded) as error:
             refusal, body = answer(error), b""
             if isinstance(error, TooManyForClient | Overloaded):

@@ -47,6 +47,18 @@ class TooManyForClient(RequestError):
     """The client has as many answers open as one client may have."""
 
 
+class KeyRefused(RequestError):
+    """The request has no API key, or one that is not known."""
+
+
+class AdminOnly(RequestError):
+    """The route is for administrators, and the request's key is not one of theirs."""
+
+
+class ClassNotAllowed(RequestError):
+    """The request asks for a priority class that its key may not use."""
+
+
 class MethodNotAllowed(RequestError):
     """One of Baton's own routes was called with another method than GET."""
 
@@ -116,6 +128,9 @@ TABLE: dict[type[Exception], Row] = {
     BodyTimeout: Row(408, "invalid_request_error", "body_timeout"),
     HeaderTooLong: Row(400, "invalid_request_error", "header_too_long"),
     TooManyForClient: Row(429, "rate_limit_error", "too_many_for_client", retry_after_s=1.0),
+    KeyRefused: Row(401, "authentication_error", "invalid_api_key"),
+    AdminOnly: Row(403, "permission_error", "admin_only"),
+    ClassNotAllowed: Row(403, "permission_error", "class_not_allowed"),
     MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
     NotText: Row(400, "invalid_request_error", "not_text"),
     NotAnObject: Row(400, "invalid_request_error", "not_an_object"),
@@ -173,6 +188,8 @@ def answer(error: Exception) -> Answer:
     retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if row.status == 401:
+        headers["www-authenticate"] = "Bearer"
     if not row.retried:
         headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
     return Answer(row.status, error_body(message, row.type, code), headers)

@@ -93,6 +93,7 @@ _OWNED = frozenset(
     | {"config", "headless", "grpc", "api_server_count", "host", "port", "uds", "kv_transfer_config"}
     | {"lora_modules", "enable_lora", "enable_fault_tolerance", "enable_scale_out"}
     | {"disable_log_stats", "enable_per_request_metrics"}
+    | {"allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
 
@@ -271,6 +272,7 @@ def _serve_args(config: BatonConfig, model_path: str) -> Namespace:
         if not _is_text(value):
             setattr(args, name, value)
     args.disable_log_stats = True
+    args.allowed_origins = []  # `ingress.allowed_origins` counts, for Baton's own routes and errors as well
     _check(args)
     return args
 

@@ -9,6 +9,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.middleware import Middleware
 
 from app import access_log
+from app.access.cors import with_cors
+from app.access.gate import Gate
+from app.access.source import keys_of
 from app.api import Gateway
 from app.background import Runs
 from app.live.feed import Feed
@@ -59,12 +62,12 @@ class Ingress:
         self._tasks = OwnTasks()
         self._feed: Feed | None = None
 
-    async def __serve_build_asgi_app__(self) -> Gateway:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve calls this once. The ingress is ready when this returns. vllm is imported in its process only."""
         with starting():
             return await self._build()
 
-    async def _build(self) -> Gateway:
+    async def _build(self) -> ASGIApp:
         from app.adapters import serve_adapters
         from app.frontend import build_server
         from deployments.cluster.core import ClusterCore
@@ -73,6 +76,7 @@ class Ingress:
 
         if self._config.ingress.access_log:
             access_log.start()
+        keys = keys_of(self._config)
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
         block_size = self._config.block_size
@@ -107,9 +111,10 @@ class Ingress:
             observe=self._count,
             max_queued_requests=placement.max_queued_requests,
             feed=self._feed,
+            gate=None if keys is None else Gate(keys, self._config.ingress.admin_key),
         )
         gateway.counters["without_manager"] = self._manager.counters
-        return gateway
+        return with_cors(gateway, self._config.ingress.allowed_origins)
 
     def _stored(self) -> Middleware | None:
         """What stores responses; None where nothing does."""

@@ -24,7 +24,8 @@ GENERATES = frozenset(
 _SESSION_ERRORS = (408, 413, 429, 500, 503, 504)
 _MEANINGS = {
     400: "The request is wrong, or no replica could ever serve it.",
-    401: "`api_key` is set in `ingress.server_args`, and the request has none of the keys.",
+    401: "The server asks for an API key, and the request has none that it knows.",
+    403: "The key may not use the route or the priority class.",
     404: "There is no such model, or no such stored response.",
     408: "The body did not arrive in time.",
     413: "The body is larger than `ingress.max_body_bytes`.",

@@ -6,12 +6,12 @@ import hashlib
 import json
 import re
 
+from app.access.gate import class_for, key_of, presented
 from app.errors import HeaderTooLong
 from app.held_response import Scope
 from deployments.cluster.request_context import RequestContext
 
 SESSION, PRIORITY = b"x-session-id", b"x-baton-class"
-_KEYS = (b"authorization", b"x-api-key")
 _MAX_HEADER = 256
 _CHAT = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
 # Found without parsing the body, which vLLM parses. A quote inside a JSON string has a backslash before it.
@@ -19,7 +19,7 @@ _USER = re.compile(rb'"user"\s*:\s*("(?:[^"\\]|\\.){1,256}")')
 
 
 def request_context(request_id: str, scope: Scope, body: bytes, client: str) -> RequestContext:
-    """The context of a request that goes to vLLM's server. Raises HeaderTooLong.
+    """The context of a request that goes to vLLM's server. Raises HeaderTooLong and ClassNotAllowed.
 
     A conversation is named by `X-Session-Id`, or else by the body's `user`. `client`: see `client_of`.
     """
@@ -27,7 +27,7 @@ def request_context(request_id: str, scope: Scope, body: bytes, client: str) -> 
     session, priority = _text(headers, SESSION), _text(headers, PRIORITY)
     return RequestContext(
         request_id,
-        priority=priority,
+        priority=class_for(key_of(scope), priority),
         client=client,
         affinity=session or _user(body),
         chat=scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") in _CHAT,
@@ -37,14 +37,17 @@ def request_context(request_id: str, scope: Scope, body: bytes, client: str) -> 
 def client_of(scope: Scope, client_header: str | None = None) -> str:
     """The client that a request comes from.
 
-    It is known by its API key, of which only a hash is kept, or else by its address: a client can make up any other
-    name. `client_header`: the header in which a trusted proxy gives the address.
+    It is known by its API key: by the key's name, or where keys are not checked by a hash of it. A client without one is
+    known by its address: it can make up any other name. `client_header`: the header in which a trusted proxy gives the
+    address.
     """
-    key = _key(_headers(scope))
-    return f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else _address(scope, client_header)
+    if (known := key_of(scope)) is not None:
+        return f"key {known.name}"
+    key = presented(scope)
+    return f"key {hashlib.sha256(key).hexdigest()[:16]}" if key else address_of(scope, client_header)
 
 
-def _address(scope: Scope, client_header: str | None) -> str:
+def address_of(scope: Scope, client_header: str | None) -> str:
     """The address that a request comes from; "" where it is not known. The last of several is the proxy's own word."""
     if client_header is None:
         return str((scope.get("client") or ("",))[0])
@@ -54,17 +57,15 @@ def _address(scope: Scope, client_header: str | None) -> str:
 
 
 def owner_of(scope: Scope) -> str:
-    """Whose stored responses a request may see: a hash of its API key; "" for all requests without one."""
-    key = _key(_headers(scope))
+    """Whose stored responses a request may see: by its API key; "" for all requests without one."""
+    if (known := key_of(scope)) is not None:
+        return f"key {known.name}"
+    key = presented(scope)
     return hashlib.sha256(key).hexdigest() if key else ""
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
     return {name.lower(): value for name, value in reversed(scope["headers"])}
-
-
-def _key(headers: dict[bytes, bytes]) -> bytes:
-    return next((headers[name] for name in _KEYS if headers.get(name)), b"")
 
 
 def _text(headers: dict[bytes, bytes], name: bytes) -> str:

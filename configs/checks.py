@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from configs.schema import BatonConfig, LoraConfig, PoolConfig, VllmEngineConfig
+    from configs.schema import BatonConfig, IngressConfig, LoraConfig, PoolConfig, VllmEngineConfig
 
 DEFAULT_CLASS = "default"
 """The only priority class of a configuration that names none. It has no objectives."""
@@ -54,6 +54,7 @@ def check_application(config: BatonConfig) -> None:
     _check_engines(config)
     _check_classes(config)
     _check_scaling(config)
+    _check_keys(config.ingress)
     adapters = config.lora.adapters if config.lora else ()
     if config.model.name in {adapter.name for adapter in adapters}:
         raise ValueError(f"lora.adapters: {config.model.name!r} is the model's own name")
@@ -117,6 +118,17 @@ def _check_classes(config: BatonConfig) -> None:
         decoding = [*config.decode.values(), *config.mixed.values()]
         if not any(not pool.classes or name in pool.classes for pool in decoding):
             raise ValueError(f"no decode or mixed pool serves class {name!r}")
+
+
+def _check_keys(ingress: IngressConfig) -> None:
+    """Check that API keys come from one place."""
+    given = [name for name in ("keys_file", "keys_env") if getattr(ingress, name) is not None]
+    if "api_key" in ingress.server_args:
+        given.append("server_args.api_key")
+    if len(given) > 1:
+        raise ValueError(f"ingress: API keys come from one place, not from {' and '.join(given)}")
+    if ingress.keys_file is not None and not ingress.keys_file.is_absolute():
+        raise ValueError(f"ingress.keys_file must be an absolute path, not {str(ingress.keys_file)!r}")
 
 
 def bounds_of(pool: PoolConfig) -> tuple[int, int, int]:

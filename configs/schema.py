@@ -324,6 +324,24 @@ class TraceConfig(Section):
     before."""
 
 
+class KeyConfig(Section):
+    """An API key: an entry of `keys` in the file of `ingress.keys_file`. Only the key's hash is in it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """What logs, errors and `/baton/status` call it. Its clients are one client, and find the same stored responses."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """The SHA-256 of the key in hexadecimal."""
+    classes: tuple[str, ...] = ()
+    """The priority classes that it may ask for; a request that names none gets the first. Empty: all of them, and
+    `placement.default_class` where none is named."""
+    requests_per_minute: int | None = Field(None, gt=0)
+    """Requests that are let through in any 60 s; null: any number."""
+    tokens_per_minute: int | None = Field(None, gt=0)
+    """Tokens of prompts and answers in any 60 s; null: any number."""
+    admin: bool = False
+    """Whether it opens `/baton/*` and `/metrics`, and may load and unload adapters."""
+
+
 class IngressConfig(Section):
     """The HTTP side."""
 
@@ -364,7 +382,16 @@ class IngressConfig(Section):
     stored_responses: StoredResponsesConfig | None = None
     """Where set, even to `{}`: responses are stored, in a process that all ingresses share. null: none are."""
     admin_key: str | None = Field(None, min_length=1)
-    """What the header `X-Baton-Admin-Key` must hold to load and unload adapters; null: those routes are refused."""
+    """What the header `X-Baton-Admin-Key` must hold to load and unload adapters; null: only a key with `admin` may. Where
+    there are API keys, it opens `/baton/*` and `/metrics`, too."""
+    keys_file: Path | None = None
+    """The file of API keys, under this path on every node with an ingress. Then every route but `/health`, `/ready` and
+    `/ping` asks for a key. A change counts within 2 s. null: no route asks for one."""
+    keys_env: str | None = Field(None, min_length=1)
+    """Instead of `keys_file`: the name of the environment variable of ingresses that holds the same text."""
+    allowed_origins: tuple[str, ...] = ()
+    """The origins whose pages a browser lets use the API (CORS), such as https://chat.example.com; `*`: any. Empty:
+    none."""
     server_args: dict[str, Any] = Field({})
     """Other options of `vllm serve`, such as `tool_call_parser`. An option that Baton sets is refused by name."""
 

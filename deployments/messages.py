@@ -274,6 +274,20 @@ class AdapterList:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """What the API key of a request may use in a minute; 0: any amount. `key`: its name.
+
+    `answers`: of the whole request, which its first session begins. Its other sessions, and placements after the first,
+    have 0: what they use is counted, and they are not refused.
+    """
+
+    key: str
+    requests: int = 0
+    tokens: int = 0
+    answers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRequest:
     """What admission and placement need to know of a request.
 
@@ -287,7 +301,7 @@ class SessionRequest:
     before was lost, and for the first attempt. `least_epoch`: the placement gets this epoch or a higher one, also
     where the ledger does not know the session. `progressed`: the attempt before gave more than a first token, so this
     attempt does not repeat one that failed at once. `answered_tokens`: the end of the prompt that was answered before.
-    `digest`: equal requests have equal ones; 0: not known.
+    `digest`: equal requests have equal ones; 0: not known. `quota`: None where its key has no limits, or there is none.
     """
 
     session_id: str
@@ -307,6 +321,7 @@ class SessionRequest:
     progressed: bool = False
     answered_tokens: int = 0
     digest: int = 0
+    quota: Quota | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +428,8 @@ class Reject:
     """The session is refused. `retry_after_s`: when to ask again; None: the request can never be served here.
 
     `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft`,
-    `predicted_tpot`, `unknown_class`, `ends_engines` or `manager_retires`; "" for any other.
+    `predicted_tpot`, `unknown_class`, `ends_engines`, `requests_per_minute`, `tokens_per_minute` or `manager_retires`;
+    "" for any other.
     """
 
     reason: str

@@ -73,6 +73,7 @@ def session_request(
         progressed=left.after_progress,
         answered_tokens=len(left.answered),
         digest=digest,
+        quota=context.next_quota() if context else None,
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from deployments.errors import SessionError
-from deployments.messages import Mode
+from deployments.messages import Mode, Quota
 
 
 class Part(Protocol):
@@ -28,7 +28,7 @@ class RequestContext:
     """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts.
 
     `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `most_parts`: the most sessions
-    that it may have open; 0: any number. `seed_moved`: a sampled answer with a seed went on in another engine than the
+    that it may have open; 0: any number. `quota`: of its key. `seed_moved`: a sampled answer with a seed went on in another engine than the
     one where it began. `parts`: its open sessions. `error`: why the first of them failed, which ends the others.
     `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called once, when the
     first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client has gone.
@@ -40,6 +40,7 @@ class RequestContext:
     affinity: str = ""
     chat: bool = False
     most_parts: int = 0
+    quota: Quota | None = None
     modes: set[Mode] = field(default_factory=set)
     rules: set[str] = field(default_factory=set)
     seed_moved: bool = False
@@ -58,6 +59,13 @@ class RequestContext:
         self._answers.append(answer)
         while self.when_begun:
             self.when_begun.pop()()
+
+    def next_quota(self) -> Quota | None:
+        """What the next placement is counted as: the first one as the whole request, the others as parts of it."""
+        quota = self.quota
+        if quota is not None and quota.answers:
+            self.quota = replace(quota, answers=0)
+        return quota
 
     @property
     def prompt_tokens(self) -> int:

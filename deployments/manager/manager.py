@@ -54,6 +54,7 @@ from deployments.messages import (
     SessionRequest,
 )
 from deployments.metrics.registry import Registry
+from deployments.policy.admission.quotas import Quotas
 from deployments.policy.allocator import Allocator
 
 _LATE_S = 0.01
@@ -98,7 +99,7 @@ class SessionManager:
         self._may_be_empty = frozenset(name for name, pool in config.pools.items() if bounds_of(pool)[0] == 0)
         self.scaling = Scaling(config, config.scaling, self._allocator, clock) if config.scaling else None
         self._traffic = Traffic() if traffic is None else traffic
-        self._adapters = LoadedAdapters()
+        self._adapters, self._quotas = LoadedAdapters(), Quotas()
 
     async def ask(self, call: Call[A]) -> A:
         """The answer to a call. Raises ValueError for a call that must not be made."""
@@ -120,6 +121,7 @@ class SessionManager:
             case Withdraw(session_id, outcome):
                 self._counts.closed(outcome, self._allocator.withdraw(session_id, now_s))
                 self._traffic.closed(session_id, outcome, now_s)
+                self._quotas.withdrawn(session_id)
                 self._tell()
             case Lost(replica_id, gone, crashed):
                 self._allocator.lost(replica_id, now_s, gone, crashed)
@@ -132,7 +134,8 @@ class SessionManager:
             case Ready():
                 return status.ready(self._allocator, now_s, self._may_be_empty)
             case Status():
-                return status.status(self._allocator, self._counts, now_s, self._may_be_empty, self.scaling)
+                shown = status.status(self._allocator, self._counts, now_s, self._may_be_empty, self.scaling)
+                return {**shown, "keys": self._quotas.describe(now_s)}
             case Overview():
                 return status.overview(self._allocator, self._counts, now_s, self._may_be_empty, self.scaling)
             case Adopt(placement, prompt_tokens, prefilling):
@@ -168,7 +171,8 @@ class SessionManager:
             return ASK_AGAIN
         arrived_s = self._clock()
         await self._listened()
-        decision = self._allocator.open(request, self._clock())
+        now_s = self._clock()
+        decision = self._quotas.open(request, now_s) or self._allocator.open(request, now_s)
         self._traffic.opened(request, arrived_s)
         if decision is None:
             return await self._wait(request.session_id)
@@ -179,6 +183,7 @@ class SessionManager:
     def _decided(self, session_id: str, decision: Admit | Reject) -> None:
         self._counts.decided(decision)
         self._traffic.decided(session_id, decision)
+        self._quotas.decided(session_id, decision)
 
     def _close(self, call: Close, now_s: float) -> None:
         is_closed = self._allocator.close(
@@ -186,6 +191,7 @@ class SessionManager:
         )
         self._counts.closed(call.outcome, int(is_closed))
         self._traffic.closed(call.session_id, call.outcome, now_s, call.epoch, call.output_tokens)
+        self._quotas.closed(call.session_id, call.epoch, call.outcome, call.output_tokens, now_s)
         self._tell()
 
     def _report(self, snapshot: ReplicaSnapshot, now_s: float) -> ReportAnswer:
@@ -200,10 +206,12 @@ class SessionManager:
                 is_closed = self._allocator.close(part.session_id, part.epoch, "orphaned", now_s)
                 self._counts.closed("orphaned", int(is_closed))
                 self._traffic.closed(part.session_id, "orphaned", now_s, part.epoch)
+                self._quotas.closed(part.session_id, part.epoch, "orphaned", part.output_tokens, now_s)
         expired = [promise.placement for promise in self._allocator.sweep(now_s)]
         self._counts.closed("expired", len(expired))
         for placement in expired:
             self._traffic.closed(placement.session_id, "expired", now_s, placement.epoch)
+            self._quotas.closed(placement.session_id, placement.epoch, "expired", None, now_s)
         self._traffic.sweep(now_s)
         self._tell()
         interval_s = self._interval_s()
@@ -275,6 +283,7 @@ class SessionManager:
         """The caller is gone: give up its place in the room, or the placement that it will not learn of."""
         self._counts.closed("abandoned", 1)
         self._traffic.closed(session_id, "abandoned", self._clock())
+        self._quotas.withdrawn(session_id)
         del self._waiting[session_id]
         if answer.done() and isinstance(admit := answer.result(), Admit):
             self._allocator.close(session_id, admit.placement.epoch, "abandoned", self._clock())

@@ -600,7 +600,7 @@ async def test_a_wrong_server_option_is_named(model_path: Path, options: dict[st
 
 
 async def test_server_options_are_taken(model_path: Path) -> None:
-    config = frontend_config(_config(stream_interval=3, max_logprobs=5, allowed_origins=["*"]), str(model_path))
+    config = frontend_config(_config(stream_interval=3, max_logprobs=5, middleware=[]), str(model_path))
     assert config.scheduler_config.stream_interval == 3
     assert config.model_config.max_logprobs == 5
     assert config.model_config.max_model_len == 2048

@@ -1,0 +1,92 @@
+"""What a request's API key opens: routes, priority classes and limits. Pure; the key is noted in the request's scope."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from app.access.keys import Keys
+from app.errors import AdminOnly, ClassNotAllowed, KeyRefused
+from configs.schema import KeyConfig
+from deployments.messages import Quota
+
+OPEN = frozenset({"/health", "/ready", "/ping"})
+"""Routes without a key, for probes. Every other one asks for one, whatever serves it."""
+ADMIN = ("/baton", "/metrics", "/status")
+"""Routes for administrators, with all that is under them."""
+ADMIN_KEY = b"x-baton-admin-key"
+KEY = "baton.key"
+"""Where a scope has the entry of the request's key. A client cannot set it."""
+_KEYS = (b"authorization", b"x-api-key")
+
+Scope = Mapping[str, Any]
+
+
+class Gate:
+    """`keys`: gives those that count now. `admin_key`: `ingress.admin_key`."""
+
+    def __init__(self, keys: Callable[[], Keys], admin_key: str | None = None) -> None:
+        self._keys, self._admin_key = keys, admin_key
+
+    def admit(self, scope: Scope) -> KeyConfig | None:
+        """The key of a request; None where it needs none. Raises KeyRefused and AdminOnly."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in OPEN:
+            return None
+        is_for_admins = any(path == route or path.startswith(f"{route}/") for route in ADMIN)
+        if is_for_admins and self._has_admin_key(scope):
+            return None
+        given = _bare(presented(scope))
+        key = self._keys().find(given) if given else None
+        if key is None:
+            raise KeyRefused("this server asks for an API key: `Authorization: Bearer KEY` or `X-Api-Key: KEY`")
+        if is_for_admins and not key.admin:
+            raise AdminOnly(f"{path} is for administrators, and the key {key.name} is not one of theirs")
+        return key
+
+    def _has_admin_key(self, scope: Scope) -> bool:
+        given = _header(scope, ADMIN_KEY)
+        return self._admin_key is not None and hmac.compare_digest(given, self._admin_key.encode())
+
+
+def presented(scope: Scope) -> bytes:
+    """What a request has for an API key, with the scheme where it names one; b"" for nothing."""
+    return next((value for name in _KEYS if (value := _header(scope, name))), b"")
+
+
+def _bare(value: bytes) -> bytes:
+    scheme, _, rest = value.partition(b" ")
+    return rest.strip() if scheme.lower() == b"bearer" else value
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key.lower() == name), b"")
+
+
+def key_of(scope: Scope) -> KeyConfig | None:
+    """The key that a request has shown; None where it needed none."""
+    key: KeyConfig | None = scope.get(KEY)
+    return key
+
+
+def is_admin(scope: Scope) -> bool:
+    """Whether a request has shown an administrator's API key."""
+    key = key_of(scope)
+    return key is not None and key.admin
+
+
+def class_for(key: KeyConfig | None, asked: str) -> str:
+    """The priority class of a request that asks for one, or "". Raises ClassNotAllowed."""
+    if key is None or not key.classes:
+        return asked
+    if asked and asked not in key.classes:
+        raise ClassNotAllowed(f"the key {key.name} may use the classes {', '.join(key.classes)}, and not the asked one")
+    return asked or key.classes[0]
+
+
+def quota_of(key: KeyConfig | None, answers: int) -> Quota | None:
+    """What the session manager counts a request as; None where its key has no limits."""
+    if key is None or not (key.requests_per_minute or key.tokens_per_minute):
+        return None
+    return Quota(key.name, key.requests_per_minute or 0, key.tokens_per_minute or 0, answers)

@@ -142,7 +142,9 @@ async def serve_adapters(app: FastAPI, config: BatonConfig, manager: Manager) ->
         if is_admin(request.scope):
             return None
         if key is None:
-            return _refused(403, "adapters are loaded only with `ingress.admin_key`, or with an API key that has `admin`")
+            return _refused(
+                403, "adapters are loaded only with `ingress.admin_key`, or with an API key that has `admin`"
+            )
         if not hmac.compare_digest(request.headers.get(KEY_HEADER, "").encode(), key.encode()):
             return _refused(403, f"the header {KEY_HEADER} does not hold the administrator's key")
         return None

@@ -14,6 +14,7 @@ from app.access.gate import Gate
 from app.access.source import keys_of
 from app.api import Gateway
 from app.background import Runs
+from app.held_response import ASGIApp
 from app.live.feed import Feed
 from app.live.latencies import Latencies, follow
 from app.stored_responses import StoredResponses

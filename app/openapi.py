@@ -21,7 +21,7 @@ GENERATES = frozenset(
     }
 )
 """Routes that open sessions."""
-_SESSION_ERRORS = (408, 413, 429, 500, 503, 504)
+_SESSION_ERRORS = (403, 408, 413, 429, 500, 503, 504)
 _MEANINGS = {
     400: "The request is wrong, or no replica could ever serve it.",
     401: "The server asks for an API key, and the request has none that it knows.",

@@ -37,7 +37,7 @@ def request_context(request_id: str, scope: Scope, body: bytes, client: str) -> 
 def client_of(scope: Scope, client_header: str | None = None) -> str:
     """The client that a request comes from.
 
-    It is known by its API key: by the key's name, or where keys are not checked by a hash of it. A client without one is
+    It is known by the name of its API key, or by a hash of the key where keys are not checked. A client without one is
     known by its address: it can make up any other name. `client_header`: the header in which a trusted proxy gives the
     address.
     """

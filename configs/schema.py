@@ -382,8 +382,8 @@ class IngressConfig(Section):
     stored_responses: StoredResponsesConfig | None = None
     """Where set, even to `{}`: responses are stored, in a process that all ingresses share. null: none are."""
     admin_key: str | None = Field(None, min_length=1)
-    """What the header `X-Baton-Admin-Key` must hold to load and unload adapters; null: only a key with `admin` may. Where
-    there are API keys, it opens `/baton/*` and `/metrics`, too."""
+    """What the header `X-Baton-Admin-Key` must hold to load and unload adapters; null: only an API key with `admin`
+    may. Where there are API keys, it opens `/baton/*` and `/metrics`, too."""
     keys_file: Path | None = None
     """The file of API keys, under this path on every node with an ingress. Then every route but `/health`, `/ready` and
     `/ping` asks for a key. A change counts within 2 s. null: no route asks for one."""

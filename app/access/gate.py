@@ -1,4 +1,4 @@
-"""What a request's API key opens: routes, priority classes and limits. Pure; the key is noted in the request's scope."""
+"""What a request's API key opens: routes, priority classes and limits. Pure. The request's scope then has the key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """API keys as an operator has listed them, by their hashes. Pure.
 
-A key is 256 random bits (`app.access.new_key`), so a plain SHA-256 keeps it: it can be guessed no better than the key. A
+A key is 256 random bits (`app.access.new_key`), so a plain SHA-256 is enough: no key can be guessed from its hash. A
 slow hash, such as one for passwords, protects what a person can remember, and would cost each request milliseconds.
 """
 
@@ -64,6 +64,5 @@ def parse(text: str, classes: Collection[str]) -> Keys:
 
 def _place(loc: tuple[int | str, ...]) -> str:
     """Where a fault is. The name of a field that is not known may be a key, and is left out."""
-    number, *rest = loc
-    known = [str(part) for part in rest if part in KeyConfig.model_fields or isinstance(part, int)]
-    return ".".join([f"keys[{number}]", *known])
+    number = f"[{loc[0]}]" if loc else ""
+    return ".".join([f"keys{number}", *(str(part) for part in loc[1:] if part in KeyConfig.model_fields)])

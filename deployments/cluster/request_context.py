@@ -28,10 +28,11 @@ class RequestContext:
     """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts.
 
     `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `most_parts`: the most sessions
-    that it may have open; 0: any number. `quota`: of its key. `seed_moved`: a sampled answer with a seed went on in another engine than the
-    one where it began. `parts`: its open sessions. `error`: why the first of them failed, which ends the others.
-    `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called once, when the
-    first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client has gone.
+    that it may have open; 0: any number. `quota`: of its key. `seed_moved`: a sampled answer with a seed went on in
+    another engine than the one where it began. `parts`: its open sessions. `error`: why the first of them failed, which
+    ends the others. `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called
+    once, when the first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client
+    has gone.
     """
 
     request_id: str

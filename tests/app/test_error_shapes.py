@@ -21,13 +21,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats
 
 from app import openapi
+from app.access.gate import Gate
+from app.access.keys import parse
 from app.api import Gateway
 from app.frontend import build_server
 from app.openapi import GENERATES
 from app.timings import Timings
-from configs.schema import BatonConfig
+from configs.schema import BatonConfig, IngressConfig
 from deployments import errors
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, DEFAULT_SOURCE, resolve
+from tests.app.access.test_keys import entry
 from tests.app.test_frontend import CHAT, TEXT, FakeCore, NoControl, Server, _scope
 
 MODEL = "org/model"
@@ -47,6 +50,7 @@ STREAMS = sorted(GENERATES - {"/v1/chat/completions/batch"})
 OPENAI = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
@@ -125,6 +129,29 @@ async def test_a_missing_key_is_401(server: Server) -> None:
     for path, content in {**BODIES, "/v1/models": {}, f"/v1/models/{MODEL}": {}, "/v1/nothing": {}}.items():
         if path.startswith("/v1"):
             check(await server.http.post(path, json=content, headers={"authorization": ""}), path, 401)
+
+
+async def test_the_errors_of_our_own_keys(server: Server) -> None:
+    """No key, a class that a key may not use, routes for administrators, and a limit that the manager tells of."""
+    keys = parse("keys:\n" + entry("a", "k", classes="[default]", requests_per_minute=1), ("default",))
+    gateway = Gateway(server.inner, IngressConfig(), NoControl(), gate=Gate(lambda: keys))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://baton") as http:
+        for path, content in {**BODIES, "/v1/models": {}, "/v1/nothing": {}, "/docs": {}, "/nothing": {}}.items():
+            told = await http.post(path, json=content)
+            check(told, path, 401)
+            assert told.headers["www-authenticate"] == "Bearer"
+            other = await http.post(path, json=content, headers={**KEY, "x-baton-class": "other"})
+            check(other, path, 403)
+        for path in ("/metrics", "/baton/status"):
+            check(await http.get(path), path, 401)
+            check(await http.get(path, headers=KEY), path, 403)
+        server.core.failure = errors.Overloaded("why", 41.2, "requests_per_minute")
+        for path in GENERATES:
+            told = await http.post(path, json={"model": MODEL, **BODIES[path]}, headers=KEY)
+            check(told, path, 429)
+            assert told.headers["retry-after"] == "42"
+        for path in ("/health", "/ping"):
+            assert (await http.get(path)).status_code == 200
 
 
 async def test_messages_take_the_key_in_anthropics_header(server: Server) -> None:
@@ -362,7 +389,7 @@ async def test_the_document_has_every_route_with_its_headers_and_errors(server: 
             _check_operation(path, operation)
     assert "503" in document["paths"][one]["delete"]["responses"]
     messages = document["paths"]["/v1/messages"]["post"]["responses"]
-    assert messages.keys() == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
+    assert messages.keys() == {"200", "400", "401", "403", "404", "408", "413", "429", "500", "503", "504"}
     assert "Retry-After" in messages["429"]["headers"]
     assert "HTTPValidationError" not in json.dumps(document["paths"])
 

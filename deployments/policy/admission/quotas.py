@@ -1,8 +1,8 @@
 """What each API key has used of its limits: requests and tokens of the last minute. Pure.
 
-A minute slides. What is counted is counted for 60 s, and up to a second more, since it is kept in sums of whole seconds.
-So in no 60 s more is let through than the limit. A token bucket would let up to twice as much through in its first
-minute.
+A minute slides. What is counted is counted for 60 s, and for up to a second more, as it is kept in sums of whole
+seconds. So in no 60 s more is let through than the limit. A token bucket would let up to twice as much through in its
+first minute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Slot:
 
 
 class Minute:
-    """The sum of the last 60 s. Each call costs the same, however much was counted, but for the seconds that it drops."""
+    """The sum of the last 60 s. What a call costs does not grow with how much was counted."""
 
     def __init__(self) -> None:
         self._slots: deque[Slot] = deque()
@@ -149,12 +149,11 @@ class Quotas:
 
     def closed(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None, now_s: float) -> None:
         """A placement is over; idempotent. `output_tokens`: None where it is not known: all of it stays counted."""
-        placed = self._placed.get(session_id, {})
-        charge = placed.pop(epoch, None)
-        if not placed:
-            self._placed.pop(session_id, None)
-        if charge is None:
+        placed = self._placed.get(session_id)
+        if placed is None or (charge := placed.pop(epoch, None)) is None:
             return
+        if not placed:
+            del self._placed[session_id]
         if outcome == ABANDONED:
             charge.cancel()
         elif output_tokens is not None:
@@ -176,7 +175,7 @@ class Quotas:
 
 
 def _refusal(books: Books, quota: Quota, tokens: int, now_s: float) -> Reject | None:
-    """Why a request with so many tokens for each of its answers must wait, if it must; until both limits let it through."""
+    """Why a request must wait, if it must, until both limits let it through. `tokens`: for each of its answers."""
     wait_s, code, limit = max(
         (minute.wait_s(amount, limit, now_s) if limit else 0.0, code, limit)
         for minute, amount, limit, code in (

@@ -14,7 +14,7 @@ from deployments.cluster.engine_request import Remainder, digest, name_adapter, 
 from deployments.cluster.request_context import RequestContext
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.kv_events import BlockStored, Translator
-from deployments.messages import Handoff, Role, SessionRequest
+from deployments.messages import Handoff, Quota, Role, SessionRequest
 from deployments.policy.placement.split import ANY
 from transfer.memory.blocks import chained_hashes
 
@@ -81,6 +81,12 @@ def test_the_http_side_says_who_asks() -> None:
     request = of(context=RequestContext("r", priority="batch", client="anna", affinity="s", chat=True))
     assert (request.priority, request.client, request.affinity, request.chat) == ("batch", "anna", "s", True)
     assert (of().priority, of().client, of().affinity, of().chat) == ("", "", "", False)
+
+
+def test_the_first_placement_of_a_request_counts_as_all_of_it() -> None:
+    context = RequestContext("r", quota=Quota("team", 5, 100, answers=3))
+    assert [of(context=context).quota for _ in range(3)] == [Quota("team", 5, 100, each) for each in (3, 0, 0)]
+    assert of(context=RequestContext("r")).quota is None
 
 
 def test_a_client_cannot_have_an_engine_tell_of_its_cache_twice_nor_say_what_was_answered() -> None:

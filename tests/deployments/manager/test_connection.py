@@ -40,6 +40,7 @@ from deployments.messages import (
     Occupancy,
     Peers,
     Phase,
+    Quota,
     Reject,
     ReplicaInfo,
     ReplicaSnapshot,
@@ -91,6 +92,7 @@ REQUEST = SessionRequest(
     "d1",
     5,
     True,
+    quota=Quota("team", 10, 1000, 2),
 )
 
 

@@ -13,7 +13,9 @@ from deployments.policy.admission.quotas import MINUTE_S, REQUESTS, TOKENS, Minu
 KEY = Quota("a", requests=3, tokens=100, answers=1)
 
 
-def ask(session_id: str, prompt: int = 10, most: int = 20, quota: Quota | None = KEY, attempt: int = 1) -> SessionRequest:
+def ask(
+    session_id: str, prompt: int = 10, most: int = 20, quota: Quota | None = KEY, attempt: int = 1
+) -> SessionRequest:
     return SessionRequest(session_id, prompt, most, quota=quota, attempt=attempt)
 
 

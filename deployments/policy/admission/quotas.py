@@ -163,8 +163,8 @@ class Quotas:
         """The caller never learnt where the session was placed, or does not wait for it any more; idempotent."""
         for charge in self._placed.pop(session_id, {}).values():
             charge.cancel()
-        if (charge := self._asked.pop(session_id, None)) is not None:
-            charge.cancel()
+        if (asked := self._asked.pop(session_id, None)) is not None:
+            asked.cancel()
 
     def describe(self, now_s: float) -> dict[str, dict[str, int]]:
         """What each key that has a limit has used of the last minute."""

@@ -48,7 +48,11 @@ class TooManyForClient(RequestError):
 
 
 class KeyRefused(RequestError):
-    """The request has no API key, or one that is not known."""
+    """The request has no API key, or one that is not known. `challenge`: how it may show one."""
+
+    def __init__(self, reason: str, challenge: str = "Bearer") -> None:
+        super().__init__(reason)
+        self.challenge = challenge
 
 
 class AdminOnly(RequestError):
@@ -188,8 +192,8 @@ def answer(error: Exception) -> Answer:
     retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-    if row.status == 401:
-        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, KeyRefused):
+        headers["www-authenticate"] = error.challenge
     if not row.retried:
         headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
     return Answer(row.status, error_body(message, row.type, code), headers)

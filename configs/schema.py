@@ -339,7 +339,7 @@ class KeyConfig(Section):
     tokens_per_minute: int | None = Field(None, gt=0)
     """Tokens of prompts and answers in any 60 s; null: any number."""
     admin: bool = False
-    """Whether it opens `/baton/*` and `/metrics`, and may load and unload adapters."""
+    """Whether it opens `/status`, `/baton/*` and `/metrics`, and may load and unload adapters."""
 
 
 class IngressConfig(Section):
@@ -383,7 +383,7 @@ class IngressConfig(Section):
     """Where set, even to `{}`: responses are stored, in a process that all ingresses share. null: none are."""
     admin_key: str | None = Field(None, min_length=1)
     """What the header `X-Baton-Admin-Key` must hold to load and unload adapters; null: only an API key with `admin`
-    may. Where there are API keys, it opens `/baton/*` and `/metrics`, too."""
+    may. Where there are API keys, it opens `/status`, `/baton/*` and `/metrics`, too."""
     keys_file: Path | None = None
     """The file of API keys, under this path on every node with an ingress. Then every route but `/health`, `/ready` and
     `/ping` asks for a key. A change counts within 2 s. null: no route asks for one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hmac
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +20,13 @@ ADMIN = ("/baton", "/metrics", "/status")
 ADMIN_KEY = b"x-baton-admin-key"
 KEY = "baton.key"
 """Where a scope has the entry of the request's key. A client cannot set it."""
+BASIC = 'Basic realm="Baton", charset="UTF-8"'
+"""How a browser is asked for a key, as a password of any name, so that people can look at routes for administrators.
+
+A browser shows it again by itself, also from pages of other origins: so it opens only what is read.
+"""
 _KEYS = (b"authorization", b"x-api-key")
+_ASKED = "this server asks for an API key: `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
 
 Scope = Mapping[str, Any]
 
@@ -37,10 +45,11 @@ class Gate:
         is_for_admins = any(path == route or path.startswith(f"{route}/") for route in ADMIN)
         if is_for_admins and self._has_admin_key(scope):
             return None
-        given = _bare(presented(scope))
+        is_read = is_for_admins and scope["method"] in ("GET", "HEAD")
+        given = _bare(presented(scope), with_password=is_read) or (_header(scope, ADMIN_KEY) if is_for_admins else b"")
         key = self._keys().find(given) if given else None
         if key is None:
-            raise KeyRefused("this server asks for an API key: `Authorization: Bearer KEY` or `X-Api-Key: KEY`")
+            raise KeyRefused(_ASKED, BASIC if is_read else "Bearer")
         if is_for_admins and not key.admin:
             raise AdminOnly(f"{path} is for administrators, and the key {key.name} is not one of theirs")
         return key
@@ -55,8 +64,12 @@ def presented(scope: Scope) -> bytes:
     return next((value for name in _KEYS if (value := _header(scope, name))), b"")
 
 
-def _bare(value: bytes) -> bytes:
+def _bare(value: bytes, with_password: bool) -> bytes:
+    """The key itself. `with_password`: a password may be one; the name before it says nothing."""
     scheme, _, rest = value.partition(b" ")
+    if with_password and scheme.lower() == b"basic":
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
     return rest.strip() if scheme.lower() == b"bearer" else value
 
 

@@ -142,7 +142,7 @@ async def test_the_errors_of_our_own_keys(server: Server) -> None:
             assert told.headers["www-authenticate"] == "Bearer"
             other = await http.post(path, json=content, headers={**KEY, "x-baton-class": "other"})
             check(other, path, 403)
-        for path in ("/metrics", "/baton/status"):
+        for path in ("/metrics", "/baton/status", "/status"):
             check(await http.get(path), path, 401)
             check(await http.get(path, headers=KEY), path, 403)
         server.core.failure = errors.Overloaded("why", 41.2, "requests_per_minute")

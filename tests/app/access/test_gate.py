@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from typing import Any
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from app.access.cors import with_cors
-from app.access.gate import Gate
+from app.access.gate import BASIC, Gate
 from app.access.keys import Keys, parse
 from app.api import Gateway
 from app.held_response import Receive
@@ -95,10 +96,27 @@ async def test_a_key_is_shown_as_openais_clients_do_or_as_anthropics(headers: di
 async def test_routes_for_administrators(path: str) -> None:
     async with client(inner := Inner()) as http:
         refused = await http.get(path, headers=PLAIN)
-        for headers in (ROOT, {"x-baton-admin-key": "the-admin-key"}):
+        for headers in (ROOT, {"x-baton-admin-key": "the-admin-key"}, {"x-baton-admin-key": "secret-root"}):
             assert (await http.get(path, headers=headers)).status_code == 200
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
-    assert inner.calls in (0, 2)
+    assert inner.calls in (0, 3)
+
+
+async def test_a_browser_shows_the_key_as_a_password_to_read_and_for_nothing_else() -> None:
+    def shown(key: str, name: str = "anyone") -> dict[str, str]:
+        return {"authorization": f"Basic {base64.b64encode(f'{name}:{key}'.encode()).decode()}"}
+
+    async with client(inner := Inner()) as http:
+        asked = await http.get("/status")
+        assert (asked.status_code, asked.headers["www-authenticate"]) == (401, BASIC)
+        assert (await http.get("/status", headers=shown("secret-root"))).status_code == 200
+        assert (await http.get("/status", headers=shown("secret-plain"))).status_code == 403
+        for headers in (shown("secret-other"), shown("", "secret-root"), {"authorization": "Basic ?"}):
+            assert (await http.get("/status", headers=headers)).status_code == 401
+        for path in ("/status", "/v1/completions"):
+            refused = await http.post(path, content=b"{}", headers=shown("secret-root"))
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+    assert inner.calls == 1
 
 
 async def test_the_class_of_a_request_is_one_of_its_keys() -> None:

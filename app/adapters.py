@@ -7,7 +7,6 @@ An ingress only checks an adapter; replicas load it with the first request for i
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 
 from fastapi import FastAPI, Request
@@ -18,7 +17,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from app.access.gate import is_admin
+from app.access.gate import ADMIN_KEY, is_admin, shows
 from app.errors import Answer, answer, error_body, type_of
 from configs.schema import BatonConfig
 from deployments.checkpoint.adapter import adapter_id
@@ -27,7 +26,6 @@ from deployments.errors import Unavailable
 from deployments.manager.calls import Manager, ShareAdapters
 from deployments.messages import Adapter, AdapterList
 
-KEY_HEADER = "x-baton-admin-key"
 WAIT_S, LATE_S, AGAIN_S = 1.0, 2.0, 0.25
 """An open call for a newer list ends after the first, and counts as lost after the second more; then the pause."""
 
@@ -145,8 +143,8 @@ async def serve_adapters(app: FastAPI, config: BatonConfig, manager: Manager) ->
             return _refused(
                 403, "adapters are loaded only with `ingress.admin_key`, or with an API key that has `admin`"
             )
-        if not hmac.compare_digest(request.headers.get(KEY_HEADER, "").encode(), key.encode()):
-            return _refused(403, f"the header {KEY_HEADER} does not hold the administrator's key")
+        if not shows(request.scope, key):
+            return _refused(403, f"the header {ADMIN_KEY} does not hold the administrator's key")
         return None
 
     @app.post("/v1/load_lora_adapter")

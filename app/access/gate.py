@@ -14,10 +14,10 @@ from configs.schema import KeyConfig
 from deployments.messages import Quota
 
 OPEN = frozenset({"/health", "/ready", "/ping"})
-"""Routes without a key, for probes. Every other one asks for one, whatever serves it."""
+"""Routes that need no key: probes ask for them. Every other route needs one."""
 ADMIN = ("/baton", "/metrics", "/status")
 """Routes for administrators, with all that is under them."""
-ADMIN_KEY = b"x-baton-admin-key"
+ADMIN_KEY = "x-baton-admin-key"
 KEY = "baton.key"
 """Where a scope has the entry of the request's key. A client cannot set it."""
 BASIC = 'Basic realm="Baton", charset="UTF-8"'
@@ -43,10 +43,12 @@ class Gate:
         if path in OPEN:
             return None
         is_for_admins = any(path == route or path.startswith(f"{route}/") for route in ADMIN)
-        if is_for_admins and self._has_admin_key(scope):
+        if is_for_admins and self._admin_key is not None and shows(scope, self._admin_key):
             return None
         is_read = is_for_admins and scope["method"] in ("GET", "HEAD")
-        given = _bare(presented(scope), with_password=is_read) or (_header(scope, ADMIN_KEY) if is_for_admins else b"")
+        given = _bare(presented(scope), with_password=is_read) or (
+            _header(scope, ADMIN_KEY.encode()) if is_for_admins else b""
+        )
         key = self._keys().find(given) if given else None
         if key is None:
             raise KeyRefused(_ASKED, BASIC if is_read else "Bearer")
@@ -54,9 +56,10 @@ class Gate:
             raise AdminOnly(f"{path} is for administrators, and the key {key.name} is not one of theirs")
         return key
 
-    def _has_admin_key(self, scope: Scope) -> bool:
-        given = _header(scope, ADMIN_KEY)
-        return self._admin_key is not None and hmac.compare_digest(given, self._admin_key.encode())
+
+def shows(scope: Scope, admin_key: str) -> bool:
+    """Whether a request's header `X-Baton-Admin-Key` holds `ingress.admin_key`."""
+    return hmac.compare_digest(_header(scope, ADMIN_KEY.encode()), admin_key.encode())
 
 
 def presented(scope: Scope) -> bytes:

@@ -7,7 +7,9 @@ from typing import Any
 
 import httpx
 
-KEY_HEADER, KEY_VARIABLE = "x-baton-admin-key", "BATON_ADMIN_KEY"
+from app.access.gate import ADMIN_KEY
+
+KEY_VARIABLE = "BATON_ADMIN_KEY"
 TIMEOUT_S = 15.0
 
 
@@ -18,7 +20,7 @@ class CliError(Exception):
 def fetch_status(url: str, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
     """What `/baton/status` says. `url`: where Baton answers, its route prefix included. Raises CliError."""
     key = os.environ.get(KEY_VARIABLE)
-    headers = {KEY_HEADER: key} if key else {}
+    headers = {ADMIN_KEY: key} if key else {}
     try:
         with httpx.Client(transport=transport, timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
             response = client.get(f"{url.rstrip('/')}/baton/status")

@@ -17,7 +17,8 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
-from app.adapters import KEY_HEADER, ServedAdapters, serve_adapters
+from app.access.gate import ADMIN_KEY
+from app.adapters import ServedAdapters, serve_adapters
 from configs.schema import BatonConfig
 from deployments.checkpoint.adapter import CONFIG
 from deployments.checkpoint.errors import AdapterError
@@ -62,7 +63,7 @@ class Ingress:
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
 
     async def ask(self, what: str, key: str | None = KEY, **body: Any) -> int:
-        headers = {} if key is None else {KEY_HEADER: key}
+        headers = {} if key is None else {ADMIN_KEY: key}
         answer = await self._http.post(f"/v1/{what}_lora_adapter", json=body, headers=headers)
         if answer.status_code != 200:
             assert answer.json()["error"].keys() == {"message", "type", "param", "code"}

@@ -78,7 +78,7 @@ def status(
 ) -> dict[str, Any]:
     """See `calls.Status`."""
     return {
-        **_common(allocator, counts, now_s, may_be_empty, scaling),
+        **overview(allocator, counts, now_s, may_be_empty, scaling),
         "predictions": allocator.predictions(),
         "promises": [_promise(promise, now_s) for promise in allocator.fleet.promises()],
         "replicas": {name: _numbers(each) for name, each in allocator.fleet.snapshots().items()},
@@ -94,16 +94,6 @@ def overview(
 ) -> dict[str, Any]:
     """See `calls.Overview`."""
     return {
-        **_common(allocator, counts, now_s, may_be_empty, scaling),
-        "waiting": allocator.room.queued(),
-        "flows": _flows(allocator.fleet.promises()),
-    }
-
-
-def _common(
-    allocator: Allocator, counts: Counts, now_s: float, may_be_empty: Collection[str], scaling: Scaling | None
-) -> dict[str, Any]:
-    return {
         **ready(allocator, now_s, may_be_empty),
         "scaling": None if scaling is None else scaling.explain(),
         "sessions": {
@@ -114,6 +104,8 @@ def _common(
         "modes": dict(counts.modes),
         "rejects": dict(counts.rejects),
         "breakers": {name: round(left_s, 3) for name, left_s in allocator.breakers.shut(now_s).items()},
+        "waiting": allocator.room.queued(),
+        "flows": _flows(allocator.fleet.promises()),
     }
 
 

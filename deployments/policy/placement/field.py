@@ -18,7 +18,8 @@ from deployments.fleet.columns import Columns, Flags
 from deployments.fleet.view import View
 from deployments.messages import Mode, ReplicaInfo, Role, SessionRequest
 from deployments.policy.chance import Chance
-from deployments.policy.placement.estimates import Knowledge, Limits, Outlook
+from deployments.policy.placement.estimates import Knowledge, Outlook
+from deployments.policy.placement.limits import Limits
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.memory.blocks import blocks_for
 

@@ -10,7 +10,8 @@ import pytest
 
 from deployments.fleet.columns import Columns, ReplicaView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
-from deployments.policy.placement.estimates import Knowledge, Limits, Outlook
+from deployments.policy.placement.estimates import Knowledge, Outlook
+from deployments.policy.placement.limits import Limits
 from deployments.step_cost import Coefficients
 
 FAST = Coefficients(1e-2, 1e-4, 1e-8, 1e-3, 1e-6)

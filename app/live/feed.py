@@ -32,7 +32,7 @@ class Feed:
     async def snapshots(self) -> AsyncGenerator[str]:
         """JSON texts, each newer than the one before, until the caller stops or `close`. A slow caller misses some."""
         self._watchers += 1
-        if self._looking is None or self._looking.done():
+        if not self._closed and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look(), name="baton-live")
         seen = 0
         try:
@@ -70,6 +70,6 @@ class Feed:
         mine = {"model": self._model, "latencies": None if self._latencies is None else self._latencies.shown()}
         try:
             return {**await asyncio.wait_for(self._manager.ask(Overview()), PATIENCE_S), **mine}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the page says it, and the next snapshot tries again
+        except Exception as error:  # noqa: BLE001 - the page shows any error, and the next snapshot tries again
             logger.debug("no snapshot: %r", error)
             return {"error": f"the session manager does not answer: {type(error).__name__}", **mine}

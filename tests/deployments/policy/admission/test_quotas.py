@@ -30,7 +30,7 @@ def used(quotas: Quotas, now_s: float = 0.0) -> tuple[int, int]:
 
 
 def test_no_minute_has_more_than_the_limit() -> None:
-    """Whatever comes when: of all windows of 60 s, none holds more than was allowed."""
+    """No window of 60 s holds more than the limit, in any order of arrivals."""
     rng = random.Random(7)
     minute, let_through, now_s = Minute(), [], 0.0
     for _ in range(5000):

@@ -14,6 +14,7 @@ from typing import Any
 
 from app.access.gate import KEY, Gate, key_of, quota_of
 from app.access_log import Entry
+from app.admin import drain, drain_of
 from app.body_text import check_text
 from app.body_types import check_types
 from app.body_values import check_values
@@ -30,6 +31,7 @@ from app.errors import (
     error_body,
     type_of,
 )
+from app.explain import EXPLAIN, check_method, explained_scope
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.large_bodies import LargeBodies
 from app.live.feed import Feed
@@ -104,6 +106,11 @@ class Gateway:
             entry.write(shown.status_code)
             await shown(scope, receive, send)
             return
+        if (call := drain_of(path)) is not None:
+            own = await drain(call, scope, self._config.admin_key, self._manager, self._timings.control_s)
+            await respond(send, own)
+            entry.write(own.status, own if own.status >= 400 else None)
+            return
         route = self._routes.get(path)
         if route is None:
             await self._forward(scope, receive, send, request_id, entry)
@@ -155,22 +162,27 @@ class Gateway:
     async def _forward_paced(
         self, client: str, scope: Scope, receive: Receive, send: PacedSend, request_id: str, entry: Entry
     ) -> None:
+        explains = scope["path"].removeprefix(scope.get("root_path", "")) == EXPLAIN
         try:
+            if explains:
+                check_method(scope)
             send.turn = await self._large.take(client, scope)
             body = await _read_body(scope, receive, self._config.max_body_bytes, self._timings.body_s)
             if body is None:  # the client is gone: it left while it was sending
                 entry.write(0, left=True)
                 return
             send.body_bytes = len(body)
+            if explains:
+                scope = explained_scope(scope, body)
             check_values(scope, body, self._config.max_values, self._config.max_grammar_characters)
             if send.turn is not None:
                 await asyncio.sleep(0)  # others are served between two looks at a large body
             check_text(body)
             check_types(body)
             context = request_context(request_id, scope, body, client)
-            context.most_parts = self._bounds.most_parts
+            context.explains, context.most_parts = explains, self._bounds.most_parts
             parts = self._bounds.enter(client, body)
-            context.quota = quota_of(key_of(scope), parts)
+            context.quota = None if explains else quota_of(key_of(scope), parts)
         except (RequestError, GrammarTooLong, TooManyParts, Overloaded) as error:
             refusal, body = answer(error), b""
             if isinstance(error, TooManyForClient | Overloaded):
@@ -197,7 +209,8 @@ class Gateway:
             _count(self.counters["rules"], rule)
         if status >= 400:
             _count(self.counters["errors"], str(status))
-        self._observe(context, status)
+        if not context.explains:
+            self._observe(context, status)
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes | None:

@@ -95,6 +95,10 @@ class BadResponseRequest(RequestError):
     """What a request wants of a stored response cannot be."""
 
 
+class BadExplainRequest(RequestError):
+    """What is to be explained is no request of a route that can be explained."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of the table. `code` and `retry_after_s` (seconds) are used where the exception has none of its own.
@@ -143,6 +147,7 @@ TABLE: dict[type[Exception], Row] = {
     StoredResponsesOff: Row(400, "invalid_request_error", "stored_responses_off"),
     ResponseNotFound: Row(404, "not_found_error", "response_not_found"),
     BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),
+    BadExplainRequest: Row(400, "invalid_request_error", "bad_explain_request"),
 }
 _UNKNOWN = Row(500, "server_error", "internal_error")
 

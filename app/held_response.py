@@ -114,6 +114,8 @@ class Exchange:
         failed = self._start["status"] >= 400
         if self._context.error is not None:
             await self._replace(answer(self._context.error))
+        elif self._context.explanation is not None:
+            await self._replace(Answer(200, self._context.explanation))
         elif more and (failed or not body or body.startswith(_PRELUDE)):
             self._held += body
         elif failed:
@@ -163,7 +165,7 @@ class Exchange:
         kept = [] if self._start is None else list(self._start.get("headers", ()))
         kept = [(name, value) for name, value in kept if not name.lower().startswith(b"content-")]
         self._begun = self._ended = True
-        self.status, self.failure = response.status, response
+        self.status, self.failure = response.status, response if response.status >= 400 else None
         await respond(self._outer_send, shaped(response, self._anthropic), [*kept, *self._placement()])
         self._leave()
 

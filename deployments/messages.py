@@ -226,7 +226,8 @@ class ReportAnswer:
     `peers`: None when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none, so the
     next one must be whole. `hold`: a starting replica must not go on yet (`Fleet.is_out_of_step`). `move`: the sessions
     that the replica must give up, before its KV blocks run out. `interval_s`: the least time between two reports, also
-    where the configuration allows less; urgent reports are exempt.
+    where the configuration allows less; urgent reports are exempt. `drain`: an operator takes the replica out of
+    service (True) or puts it back (False); None: it stays as it is.
     """
 
     peers: Peers | None = None
@@ -234,6 +235,7 @@ class ReportAnswer:
     hold: bool = False
     move: tuple[str, ...] = ()
     interval_s: float = 0.0
+    drain: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

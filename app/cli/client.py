@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -11,6 +13,7 @@ from app.access.gate import ADMIN_KEY
 
 KEY_VARIABLE = "BATON_ADMIN_KEY"
 TIMEOUT_S = 15.0
+CLASS = "x-baton-class"
 
 
 class CliError(Exception):
@@ -19,22 +22,47 @@ class CliError(Exception):
 
 def fetch_status(url: str, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
     """What `/baton/status` says. `url`: where Baton answers, its route prefix included. Raises CliError."""
+    found = _ask(url, "GET", "/baton/status", transport)
+    if not isinstance(found.get("pools"), dict):
+        raise CliError(f"{url} answers without the state of any pool: it is not a Baton")
+    return found
+
+
+def fetch_explanation(
+    url: str, body: Mapping[str, Any], priority: str = "", transport: httpx.BaseTransport | None = None
+) -> dict[str, Any]:
+    """What `/baton/explain` says of a request with this body and class. Raises CliError."""
+    return _ask(url, "POST", "/baton/explain", transport, body, {CLASS: priority} if priority else {})
+
+
+def drain(url: str, replica: str, resume: bool, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
+    """Take a replica out of service, or put it back. Raises CliError."""
+    path = f"/baton/replicas/{quote(replica, safe='')}/{'resume' if resume else 'drain'}"
+    return _ask(url, "POST", path, transport)
+
+
+def _ask(
+    url: str,
+    method: str,
+    path: str,
+    transport: httpx.BaseTransport | None,
+    body: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     key = os.environ.get(KEY_VARIABLE)
-    headers = {ADMIN_KEY: key} if key else {}
+    sent = {**(headers or {}), **({ADMIN_KEY: key} if key else {})}
     try:
-        with httpx.Client(transport=transport, timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
-            response = client.get(f"{url.rstrip('/')}/baton/status")
+        with httpx.Client(transport=transport, timeout=TIMEOUT_S, headers=sent, trust_env=False) as client:
+            response = client.request(method, f"{url.rstrip('/')}{path}", json=body)
             found = response.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CliError(f"no Baton answers at {url}: {_one_line(error)}") from error
     except ValueError as error:
         raise CliError(f"{url} answered {response.status_code} without JSON: it is not a Baton") from error
     if response.status_code in (401, 403):
-        raise CliError(f"{url} wants an administrator's key: set {KEY_VARIABLE}")
+        raise CliError(f"{url} wants an administrator's key: set {KEY_VARIABLE} ({_reason(found)})")
     if response.status_code != 200 or not isinstance(found, dict):
         raise CliError(f"{url} answered {response.status_code}: {_reason(found)}")
-    if not isinstance(found.get("pools"), dict):
-        raise CliError(f"{url} answers without the state of any pool: it is not a Baton")
     return found
 
 

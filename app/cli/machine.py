@@ -43,6 +43,11 @@ def examine() -> list[Line]:
     ]
 
 
+def has_gpu() -> bool:
+    """Whether the driver shows an NVIDIA GPU."""
+    return bool(_gpus())
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
+A = TypeVar("A")
 Url = Annotated[str, typer.Option(envvar="BATON_URL", help="where Baton answers, its route prefix included")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
 HERE = "http://127.0.0.1:8000"
@@ -72,12 +75,57 @@ def sessions(url: Url = HERE, as_json: Json = False) -> None:
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def drain(
+    replica: Annotated[str, typer.Argument(help="its name in `baton status`")],
+    resume: Annotated[bool, typer.Option("--resume", help="put it back into service")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="until no session is there")] = False,
+    url: Url = HERE,
+    as_json: Json = False,
+) -> None:
+    """Take a replica out of service: nothing new goes there, and its sessions move or end."""
+    from app.cli.client import drain as ask
+    from app.cli.draining import drained_text, until_empty
+
+    found = _or_fail(lambda: ask(url, replica, resume))
+    if wait and not resume:
+        with _busy(f"{found['sessions']} sessions move off {replica}, or end there"):
+            _or_fail(lambda: until_empty(url, replica))
+        found["sessions"] = 0
+    typer.echo(json.dumps(found) if as_json else drained_text(found))
+
+
+@app.command()
+def explain(
+    what: Annotated[str, typer.Argument(help="a request's body as a file of JSON, - for stdin, or a prompt")],
+    model: Annotated[str | None, typer.Option(help="model or adapter; default: what the body says")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="of the answer; default: what the body says")] = None,
+    priority: Annotated[str, typer.Option("--class", help="priority class; default: the configuration's")] = "",
+    completion: Annotated[bool, typer.Option("--completion", help="a prompt is no chat message")] = False,
+    url: Url = HERE,
+    as_json: Json = False,
+) -> None:
+    """Say where a request would go now, and what each way costs. Nothing is served."""
+    from app.cli.client import fetch_explanation
+    from app.cli.explained import body_of, explained_text
+
+    found = _or_fail(lambda: fetch_explanation(url, body_of(what, model, max_tokens, completion), priority))
+    typer.echo(json.dumps(found) if as_json else explained_text(found))
+
+
+@app.command()
+def doctor(
+    transfer: Annotated[bool, typer.Option("--transfer", help="also move KV between two processes: a minute")] = False,
+    as_json: Json = False,
+) -> None:
     """Check this machine; exit status 1 on a fail."""
-    from app.cli.machine import examine
+    from app.cli.machine import examine, has_gpu
     from app.cli.tables import aligned
+    from app.cli.transfers import transfers
 
     lines = examine()
+    if transfer:
+        with _busy("moving KV between two processes"):
+            lines += transfers(has_gpu())
     if as_json:
         typer.echo(json.dumps({"checks": [asdict(line) for line in lines]}))
     else:
@@ -99,13 +147,27 @@ def tune(context: typer.Context) -> None:
 
 
 def _state(url: str) -> dict[str, Any]:
-    from app.cli.client import CliError, fetch_status
+    from app.cli.client import fetch_status
+
+    return _or_fail(lambda: fetch_status(url))
+
+
+def _or_fail(ask: Callable[[], A]) -> A:
+    """What `ask` gives. A CliError ends the command."""
+    from app.cli.client import CliError
 
     try:
-        return fetch_status(url)
+        return ask()
     except CliError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _busy(what: str) -> AbstractContextManager[object]:
+    """Shows on a terminal that something takes a while. Nothing of it is in a file or a pipe."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
 
 
 def _forward(module: str, arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from app.cli.main import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
-COMMANDS = ("serve", "status", "sessions", "doctor")
+COMMANDS = ("serve", "status", "sessions", "drain", "explain", "doctor")
 WIDTH = 100
 
 _HEAD = """# Console command
@@ -22,14 +22,14 @@ _HEAD = """# Console command
 fails says why in one line on stderr: its exit status is 1, and 2 for a wrong option. This page is what `--help`
 prints (`python -m app.cli.reference --write`).
 
-`status` and `sessions` ask `/baton/status` of a running Baton ([HTTP API](http-api.md)). The administrator's
+`status`, `sessions`, `drain` and `explain` ask a running Baton ([HTTP API](http-api.md)). The administrator's
 key in the variable `BATON_ADMIN_KEY` is sent as the header `x-baton-admin-key`. No command shows the text of a prompt
-or an answer.
+or an answer. What `explain` and `drain` print is in [Operate](../guides/operate.md).
 """
 _TAIL = """
-`doctor` starts no engine and opens no NIXL agent: it reads what is installed and what the kernel says. Whether KV moves
-between two processes is what `make gpu-check` tries ([GPUs](../guides/gpus.md)). On a machine with two cores and
-no GPU:
+`doctor` starts no engine and opens no NIXL agent: it reads what is installed and what the kernel says. With
+`--transfer` two processes also move KV to each other, over NIXL and Baton's channel, and every byte is compared.
+`make gpu-check` prints more of that ([GPUs](../guides/gpus.md)). On a machine with two cores and no GPU:
 
 ```
 ok  python         3.11

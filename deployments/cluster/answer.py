@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
@@ -90,6 +91,12 @@ class Answer:
             self.meter.gave(len(output.new_token_ids), output.prefill_stats)
         self.sent += output.new_token_ids
         self.batch.add(output)
+
+    def explained(self, explanation: dict[str, Any]) -> None:
+        """End the answer without a token: its request asks for an explanation."""
+        assert self.context is not None
+        self.context.explanation = self.context.explanation or explanation
+        self.batch.add(EngineCoreOutput(self.session_id, [], finish_reason=FinishReason.STOP))
 
     def fail(self, error: SessionError) -> None:
         """End the answer with an error, and with it the request's other answers."""

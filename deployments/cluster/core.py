@@ -121,7 +121,7 @@ class ClusterCore(EngineCoreClient):
     # ---- sessions
 
     def _session_meter(self, request: EngineCoreRequest, context: RequestContext | None) -> SessionMeter | None:
-        if self._meter is None:
+        if self._meter is None or (context is not None and context.explains):
             return None
         prompt_tokens = len(request.prompt_token_ids or ())
         return SessionMeter(self._meter, prompt_tokens, None if context is None else context.arrived_s)

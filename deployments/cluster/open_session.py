@@ -16,6 +16,7 @@ from deployments.cluster.refusal import internal
 from deployments.cluster.session import State
 from deployments.errors import RequestFault, SessionError, SessionTimeout
 from deployments.host.waits import set_within
+from deployments.manager.calls import Explain
 
 logger = logging.getLogger("baton.core")
 
@@ -62,6 +63,9 @@ class OpenSession:
         attempt = self.now
         if self._refusal is not None and not attempt.over.is_set():
             raise self._refusal.with_traceback(None)  # all sessions share it
+        if self._answer.context is not None and self._answer.context.explains:
+            await self._explain(attempt)
+            return False
         await attempt.run()
         if attempt.session.state is not State.LOST:
             return False
@@ -75,6 +79,15 @@ class OpenSession:
                 return True
             case Fail(error):
                 raise error
+
+    async def _explain(self, attempt: Attempt) -> None:
+        """Ask what would become of the request, and place nothing."""
+        means, answer = self._means, self._answer
+        asked = answer.asks(Remainder(1, answer.request), means.handoff, means.block_size)
+        explanation = await attempt.over.unless_set(means.manager.ask(Explain(asked)))
+        if explanation is not None:
+            answer.explained(explanation)
+            attempt.cancel()
 
     def _what_follows(self, attempt: Attempt) -> Again | Fail:
         answer, error = self._answer, attempt.session.error

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from deployments.errors import SessionError
 from deployments.messages import Mode, Quota
@@ -32,7 +32,7 @@ class RequestContext:
     another engine than the one where it began. `parts`: its open sessions. `error`: why the first of them failed, which
     ends the others. `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called
     once, when the first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client
-    has gone.
+    has gone. `explains`: it is not served, and its first session's `explanation` is the answer.
     """
 
     request_id: str
@@ -51,6 +51,8 @@ class RequestContext:
     when_begun: list[Callable[[], None]] = field(default_factory=list)
     arrived_s: float = field(default_factory=time.monotonic, compare=False)
     left: bool = False
+    explains: bool = False
+    explanation: dict[str, Any] | None = None
     _prompts: dict[int, Sequence[int]] = field(default_factory=dict)
     _answers: list[Sequence[int]] = field(default_factory=list)
 

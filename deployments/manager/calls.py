@@ -138,6 +138,27 @@ class Overview(Call[dict[str, Any]], frozen=True, tag=True):
     """
 
 
+class Explain(Call[dict[str, Any]], frozen=True, tag=True):
+    """Ask what would become of such a request now, and why: every way with its cost. Nothing is reserved or counted.
+
+    See `policy.decider.Decider.explain`. Fails where the request allows no mode.
+    """
+
+    request: SessionRequest
+
+
+class Drain(Call[dict[str, Any]], frozen=True, tag=True):
+    """Take a replica out of service for an operator, or put it back; idempotent.
+
+    Nothing is placed on it from then on, its sessions move as others have room, and those that cannot move end there.
+    `{"replica", "draining", "sessions"}`: the sessions that are there now. Where nothing changes:
+    `{"replica", "refused", "known"}`, with the reason, and whether there is such a replica.
+    """
+
+    replica_id: str
+    resume: bool = False
+
+
 class Adopt(Call[None], frozen=True, tag=True):
     """Count a session that another manager has placed. It must be closed like all others.
 
@@ -164,7 +185,7 @@ class ShareAdapters(Call[AdapterList], frozen=True, tag=True):
 
 Notice = PrefillDone | Close | Withdraw | Lost
 """Calls that tell the manager something and need no answer."""
-AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Overview | Adopt | ShareAdapters
+AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Overview | Explain | Drain | Adopt | ShareAdapters
 Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | AdapterList | dict[str, Any] | None
 
 

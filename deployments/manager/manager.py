@@ -16,8 +16,6 @@ from typing import assert_never, cast
 
 from configs.checks import bounds_of
 from configs.schema import BatonConfig
-from deployments.fleet.columns import ReplicaView
-from deployments.fleet.row import reservable
 from deployments.manager import status
 from deployments.manager.adapters import LoadedAdapters
 from deployments.manager.calls import (
@@ -27,6 +25,8 @@ from deployments.manager.calls import (
     AnyCall,
     Call,
     Close,
+    Drain,
+    Explain,
     Lost,
     Open,
     Overview,
@@ -39,23 +39,24 @@ from deployments.manager.calls import (
     View,
     Withdraw,
 )
+from deployments.manager.draining import drain
 from deployments.manager.meter import ManagerMeter
+from deployments.manager.own_sessions import occupancy
 from deployments.manager.scaling import Scaling
 from deployments.manager.traffic import Traffic
 from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
     ManagerView,
-    Occupancy,
     Reject,
     ReplicaSnapshot,
     ReportAnswer,
-    Reservation,
     SessionRequest,
 )
 from deployments.metrics.registry import Registry
 from deployments.policy.admission.quotas import Quotas
 from deployments.policy.allocator import Allocator
+from deployments.policy.explain import explain
 
 _LATE_S = 0.01
 """A timer may fire a little early, so it is set this much later than the deadline that it watches."""
@@ -138,6 +139,11 @@ class SessionManager:
                 return {**shown, "keys": self._quotas.describe(now_s)}
             case Overview():
                 return status.overview(self._allocator, self._counts, now_s, self._may_be_empty, self.scaling)
+            case Explain(request):
+                await self._listened()
+                return explain(self._allocator, request, self._clock())
+            case Drain():
+                return drain(self._allocator, call, now_s)
             case Adopt(placement, prompt_tokens, prefilling):
                 self._allocator.fleet.reserve(placement, prompt_tokens, now_s)
                 if not prefilling:
@@ -220,7 +226,8 @@ class SessionManager:
         peers = self._allocator.fleet.peers(snapshot.info)
         news = peers if peers.version != snapshot.peers_version else None
         hold = snapshot.is_starting and self._allocator.fleet.is_out_of_step(snapshot.info, snapshot.phase, now_s)
-        return ReportAnswer(news, missed, hold, self._allocator.sessions_to_move(snapshot, now_s), interval_s)
+        moves = self._allocator.sessions_to_move(snapshot, now_s)
+        return ReportAnswer(news, missed, hold, moves, interval_s, self._allocator.cordon.told(snapshot))
 
     def _interval_s(self) -> float:
         """The shortest time between two reports of one replica."""
@@ -233,20 +240,8 @@ class SessionManager:
         await self._listened()
         now_s = self._clock()
         shut, ready = self._allocator.breakers.shut(now_s), self._allocator.fleet.view(now_s).ready
-        replicas = (self._occupancy(view, now_s) for view in ready if view.info.replica_id not in shut)
+        replicas = (occupancy(view, self._overcommit, now_s) for view in ready if view.info.replica_id not in shut)
         return ManagerView(self._life, tuple(replicas))
-
-    def _occupancy(self, view: ReplicaView, now_s: float) -> Occupancy:
-        info = view.info
-        held = Reservation(
-            blocks=reservable(info, self._overcommit) - view.free_blocks,
-            expected_blocks=view.expected_blocks,
-            held_tokens=int(view.held_tokens),
-            prefill_tokens=view.backlog_tokens,
-            prefill_s=max(0.0, view.busy_until_s - now_s),
-            pending=view.pending,
-        )
-        return Occupancy(info, view.sessions, held)
 
     # ---- waiting
 
@@ -264,7 +259,7 @@ class SessionManager:
     async def _wait(self, session_id: str) -> Admit | Reject:
         answer: asyncio.Future[Admit | Reject] = asyncio.get_running_loop().create_future()
         self._waiting[session_id] = answer
-        deadline_s = self._allocator.deadline_s(session_id)
+        deadline_s = self._allocator.room.deadline_s(session_id)
         try:
             self._tell()
             while not answer.done():

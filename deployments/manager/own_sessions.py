@@ -1,4 +1,4 @@
-"""What an ingress has placed itself, and what a view of the fleet says of the other ingresses' sessions."""
+"""What an ingress has placed itself, and what a view of the fleet says of all sessions, and so of the others'."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import add, sub
 
+from deployments.fleet.columns import ReplicaView
 from deployments.fleet.promise import Promise
+from deployments.fleet.row import reservable
 from deployments.manager.calls import Close, Notice, PrefillDone, Withdraw
-from deployments.messages import ManagerView, Phase, Placement, ReplicaSnapshot, Reservation
+from deployments.messages import ManagerView, Occupancy, Phase, Placement, ReplicaSnapshot, Reservation
 
 OTHERS = "the sessions of other ingresses"
 """A view says what all sessions of other ingresses together hold on a replica, but does not name them. The stand-in's
@@ -62,6 +64,19 @@ class OwnSessions:
                 sessions, held = found[replica_id]
                 found[replica_id] = sessions + 1, Reservation(*map(add, held, promise.reservation(replica_id)))
         return found
+
+
+def occupancy(view: ReplicaView, overcommit: float, now_s: float) -> Occupancy:
+    """What is taken on a replica. `overcommit`: as in the configuration."""
+    held = Reservation(
+        blocks=reservable(view.info, overcommit) - view.free_blocks,
+        expected_blocks=view.expected_blocks,
+        held_tokens=int(view.held_tokens),
+        prefill_tokens=view.backlog_tokens,
+        prefill_s=max(0.0, view.busy_until_s - now_s),
+        pending=view.pending,
+    )
+    return Occupancy(view.info, view.sessions, held)
 
 
 def snapshots_of_others(

@@ -29,6 +29,8 @@ from deployments.manager.calls import (
     AnyCall,
     Call,
     Close,
+    Drain,
+    Explain,
     Lost,
     Manager,
     Notice,
@@ -109,7 +111,7 @@ class StandIn:
                 return () if self._is_away else await self._control.ask(call)
             case Ready():
                 return await self._ready(call)
-            case Status() | Overview() | ShareAdapters():
+            case Status() | Overview() | Explain() | Drain() | ShareAdapters():
                 return await self._control.ask(call)
             case View() | Report() | Adopt():
                 raise ValueError(f"an ingress does not ask for {type(call).__name__}")

@@ -79,7 +79,7 @@ def status(
     """See `calls.Status`."""
     return {
         **overview(allocator, counts, now_s, may_be_empty, scaling),
-        "predictions": allocator.predictions(),
+        "predictions": allocator.predictors.describe(),
         "promises": [_promise(promise, now_s) for promise in allocator.fleet.promises()],
         "replicas": {name: _numbers(each) for name, each in allocator.fleet.snapshots().items()},
     }

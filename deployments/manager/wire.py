@@ -100,6 +100,8 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
     calls.Ready: _SHOWN,
     calls.Status: _SHOWN,
     calls.Overview: _SHOWN,
+    calls.Explain: _SHOWN,
+    calls.Drain: _SHOWN,
     calls.Adopt: _TOLD,
     calls.ShareAdapters: msgspec.msgpack.Decoder(AdapterList),
 }

@@ -6,9 +6,7 @@ it waits; after every event `answers` gives the answers of those that waited. Ti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from configs.schema import BatonConfig, role_of
 from deployments.fleet.fleet import Fleet
@@ -16,6 +14,7 @@ from deployments.fleet.promise import Promise
 from deployments.fleet.view import LiveView, View
 from deployments.messages import Admit, Decision, Queue, Reject, ReplicaSnapshot, Role, SessionRequest
 from deployments.policy.admission.breakers import Breakers
+from deployments.policy.admission.cordon import Cordon
 from deployments.policy.admission.poison import Poison
 from deployments.policy.admission.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
 from deployments.policy.admission.waiting_room import WaitingRoom
@@ -49,6 +48,7 @@ class Allocator:
         )
         self.predictors = Predictors(config.channel.link_bytes_per_s)
         self.breakers = Breakers()
+        self.cordon = Cordon()
         self._poison = Poison()
         self._moves = Moves(self.decider, self.fleet, self.breakers, placement.snapshot_interval_s)
         self._retries = RetryBudget()
@@ -73,7 +73,7 @@ class Allocator:
             return refusal
         session = OpenSession(request, self.predictors.knowledge(request), now_s)
         if not self.room or request.moved_from:  # a session that moves frees what it has, so it need not queue
-            decision = self.decider.decide(session, self._live(now_s, moving=bool(request.moved_from)), now_s)
+            decision = self.decider.decide(session, self.live(now_s, moving=bool(request.moved_from)), now_s)
             if not isinstance(decision, Queue):
                 return self._settle(session, decision, now_s)
             # The replica that gives the session up does not keep its KV for so long: it queues as if it had none.
@@ -83,7 +83,7 @@ class Allocator:
         return self._enter(session, now_s)
 
     def _refuse_opening(self, request: SessionRequest, now_s: float) -> Reject | None:
-        if wrong := self.decider.classes.refusal(request.priority) or self._poison.refusal(request.digest, now_s):
+        if wrong := self.refusal(request, now_s):
             return wrong
         if request.session_id in self._withdrawn:
             return Reject(CLOSED)
@@ -93,13 +93,17 @@ class Allocator:
             return Reject("too many sessions are placed again", RETRY_AFTER_S, unavailable=True, code=RETRY_BUDGET)
         return None
 
+    def refusal(self, request: SessionRequest, now_s: float) -> Reject | None:
+        """Why no such request is placed, whatever the load."""
+        return self.decider.classes.refusal(request.priority) or self._poison.refusal(request.digest, now_s)
+
     def _may_retry(self, now_s: float) -> bool:
         return self._retries.take(now_s, max(len(self._sessions), len(self.fleet.promises())))
 
     def _enter(self, session: OpenSession, now_s: float) -> Admit | Reject | None:
         """Let a session wait; its answer where it gets one in the same moment."""
         session_id = session.request.session_id
-        takes_s = self.decider.takes_s(session, self._live(now_s))
+        takes_s = self.decider.takes_s(session, self.live(now_s))
         entered = self.room.enter(session.request, now_s, session.knowledge.output_tokens or None, takes_s)
         if isinstance(entered, Reject):
             return entered
@@ -110,18 +114,10 @@ class Allocator:
         return self._answers.pop(session_id, None)
 
     def answers(self, now_s: float) -> list[tuple[str, Admit | Reject]]:
-        """The answers to requests that waited, each once. Call it after every event and at `next_deadline_s`."""
+        """The answers to requests that waited, each once. Call it after every event and at `room.next_deadline_s`."""
         self._dispatch(now_s)
         answers, self._answers = self._answers, {}
         return list(answers.items())
-
-    def deadline_s(self, session_id: str) -> float:
-        """When a waiting request will have waited too long. Raises KeyError for one that does not wait."""
-        return self.room.deadline_s(session_id)
-
-    def next_deadline_s(self) -> float | None:
-        """When the first of the waiting requests will have waited too long; None when no request waits."""
-        return self.room.next_deadline_s()
 
     def withdraw(self, session_id: str, now_s: float) -> int:
         """Take back a session whose opening may wait here, may be placed, or may still be on its way.
@@ -190,18 +186,20 @@ class Allocator:
         return not self.predictors.index.knows(snapshot.replica_id)
 
     def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
-        """The sessions that a replica gives up now: its blocks are running out, or they cost less elsewhere.
+        """The sessions that a replica gives up now: it drains, its blocks run out, or they cost less elsewhere.
 
         While requests wait, none moves for its costs: what has room is theirs.
         """
         if not snapshot.held_tokens or snapshot.info is None:
             return ()
+        if snapshot.replica_id in self.cordon:
+            return self._moves.away(snapshot, self._sessions, self.live(now_s, moving=True))
         steps = self.predictors.steps_of(snapshot.info.pool)
         if moves := self._moves.choose(snapshot, steps, self._sessions, now_s):
             return moves
         if self.room or not self._moves.is_time_to_rebalance(snapshot, now_s):
             return ()
-        return self._moves.rebalance(snapshot, self._sessions, self._live(now_s, moving=True))
+        return self._moves.rebalance(snapshot, self._sessions, self.live(now_s, moving=True))
 
     def lost(self, replica_id: str, now_s: float, gone: bool = False, crashed: bool = False) -> None:
         """A session was lost on a replica. It gets no placements for a while, and none until it reports again.
@@ -213,6 +211,8 @@ class Allocator:
         self.breakers.lost(replica_id, now_s, gone)
         self.fleet.forget(replica_id)
         self.predictors.forget(replica_id)
+        if gone:
+            self.cordon.forget(replica_id)
 
     def _digests_on(self, replica_id: str) -> set[int]:
         """The requests that have a part on a replica."""
@@ -229,6 +229,7 @@ class Allocator:
         expired = self.fleet.expire(now_s)
         for replica_id in known - set(self.fleet.snapshots()):
             self.predictors.forget(replica_id)
+            self.cordon.forget(replica_id)
         for promise in expired:
             if not self.fleet.promises_of(promise.placement.session_id):
                 self.predictors.computed(promise.placement.session_id, now_s)
@@ -236,15 +237,11 @@ class Allocator:
         self.predictors.index.sweep(now_s)
         return tuple(promise for promise in expired if not promise.released)
 
-    def predictions(self) -> Mapping[str, Any]:
-        """What was learned and how good it is, for the status page; see `Predictors.describe`."""
-        return self.predictors.describe()
-
     # ---- decisions
 
-    def _live(self, now_s: float, moving: bool = False) -> LiveView:
+    def live(self, now_s: float, moving: bool = False) -> LiveView:
         """The fleet now, as a new session sees it, or one that moves."""
-        shut = self.breakers.shut(now_s) if self.breakers else ()
+        shut = (*self.cordon, *(self.breakers.shut(now_s) if self.breakers else ()))
         view = self.fleet.live(now_s, self.predictors.coefficients(now_s), shut, len(self.room))
         barred = self._moves.barred(now_s, moving)
         return view.without_room_on(barred) if barred else view
@@ -252,7 +249,7 @@ class Allocator:
     def _dispatch(self, now_s: float) -> None:
         """Answer every waiting request that can be answered, and those that have waited too long."""
         while self.room:
-            view, tried = self._live(now_s), Tried()
+            view, tried = self.live(now_s), Tried()
 
             def decide(request: SessionRequest, view: View, tried: Tried = tried) -> Decision:
                 session, retry_after_s = self._sessions[request.session_id], self.room.retry_after_s(now_s)
@@ -270,7 +267,7 @@ class Allocator:
     def _expire(self, now_s: float) -> None:
         retry_after_s = self.room.retry_after_s(now_s)
         for request in self.room.expired(now_s):
-            short = self.decider.decide(self._sessions[request.session_id], self._live(now_s), now_s)
+            short = self.decider.decide(self._sessions[request.session_id], self.live(now_s), now_s)
             why = short.reason if isinstance(short, Queue) else "others were waiting longer"
             unavailable = isinstance(short, Queue) and short.unavailable
             reason = f"no capacity within {self._queue_timeout_s:g} s: {why}"

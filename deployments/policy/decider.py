@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from configs.schema import BatonConfig
 from deployments.fleet.view import LiveView, View
-from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
+from deployments.messages import MOVED, Admit, Decision, Queue, Reject, SessionRequest
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
 from deployments.policy.admission.objectives import times, verdict
 from deployments.policy.chance import Chance
 from deployments.policy.placement.baselines import POLICIES
 from deployments.policy.placement.estimates import Knowledge
+from deployments.policy.placement.explain import candidates, decision_of, request_of
 from deployments.policy.placement.field import TURN_SHARE, Field, PlacementSettings, claimed, most_tokens
 from deployments.policy.placement.limits import Limits
 from deployments.policy.placement.place import place
@@ -91,10 +93,12 @@ class Decider:
 
         A session that is placed again is not refused early: it was admitted once.
         """
-        request = session.request
-        priority = self.classes.resolve(request.priority)
-        decision = place(self._field(session, view, priority), self.policy)
-        if not isinstance(decision, Admit) or not self._config.admission or request.attempt > 1:
+        priority = self.classes.resolve(session.request.priority)
+        return self._judged(self._field(session, view, priority), session, priority, now_s)
+
+    def _judged(self, here: Field, session: OpenSession, priority: PriorityClass, now_s: float) -> Decision:
+        decision = place(here, self.policy)
+        if not isinstance(decision, Admit) or not self._config.admission or session.request.attempt > 1:
             return decision
         refusal = verdict(
             decision.placement.forecast,
@@ -104,6 +108,23 @@ class Decider:
             max_retry_after_s=self._config.queue_timeout_s,
         )
         return refusal or decision
+
+    def explain(self, session: OpenSession, view: View, ahead: int, now_s: float) -> dict[str, Any]:
+        """What would become of a request that came now, and why. `ahead`: how many wait before it.
+
+        `{"policy", "request", "decision"}`, and with the policy `joint` what `placement.explain.candidates` gives.
+        """
+        priority = self.classes.resolve(session.request.priority)
+        here = self._field(session, view, priority)
+        decision = self._judged(here, session, priority, now_s)
+        if ahead and not isinstance(decision, Reject):
+            decision = self.refuse_queueing(session, ahead) or Queue(f"{ahead} requests wait before it", for_turn=True)
+        return {
+            "policy": self._config.policy,
+            "request": request_of(here) | {"class": priority.name},
+            "decision": decision_of(decision),
+            **(candidates(here) if self._config.policy == "joint" else {}),
+        }
 
     def _field(self, session: OpenSession, view: View, priority: PriorityClass) -> Field:
         objectives = (priority.ttft_s or math.inf, priority.tpot_s or math.inf)
@@ -125,13 +146,26 @@ class Decider:
 
         `left_tokens`: what it is expected to write yet. `view`: the fleet without it. `source`: where it runs.
         """
-        request = session.request
-        whole = most_tokens(request)
-        left = replace(request, prompt_tokens=answer.held_tokens, max_tokens=whole - answer.held_tokens, hashes=())
+        return saved_s(self._rest(session, answer, left_tokens, view), view.columns.rows[source])
+
+    def has_room_elsewhere(
+        self, session: OpenSession, answer: Running, left_tokens: float, view: LiveView, source: str
+    ) -> bool:
+        """Whether a running answer could move now, with its KV, from the replica where it runs."""
+        decision = place(self._rest(session, answer, left_tokens, view, source), self.policy)
+        return isinstance(decision, Admit) and decision.placement.reason == MOVED
+
+    def _rest(
+        self, session: OpenSession, answer: Running, left_tokens: float, view: LiveView, moved_from: str = ""
+    ) -> Field:
+        """What is left of a running answer, before the fleet."""
+        held, request = answer.held_tokens, session.request
+        left = replace(
+            request, prompt_tokens=held, max_tokens=most_tokens(request) - held, hashes=(), moved_from=moved_from
+        )
         knowledge = replace(session.knowledge, hits={}, output_tokens=left_tokens, pinned=frozenset())
         rest = OpenSession(left, knowledge, session.since_s)
-        here = self._field(rest, view, self.classes.resolve(request.priority))
-        return saved_s(here, view.columns.rows[source])
+        return self._field(rest, view, self.classes.resolve(request.priority))
 
     def claimed(self, request: SessionRequest, view: View) -> str | None:
         """The replica that a request claims when it has waited for long; see `field.claimed`."""

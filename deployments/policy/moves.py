@@ -15,6 +15,9 @@ from deployments.policy.placement.rebalance import MOST_ATTEMPTS, REST_S, Looks,
 from deployments.policy.placement.relief import REST, Relief, Running, choose_moves, room_of, running
 from deployments.step_cost import Coefficients
 
+LOOKED_AT = 4
+"""The most answers of a drained replica for which room is looked for at one report."""
+
 
 class Moves:
     """Relief and rebalancing applied to the fleet. `interval_s`: between two reports of a replica."""
@@ -79,6 +82,22 @@ class Moves:
         without = view.without_answer(replica_id, reserved.held_tokens, reserved.expected_blocks)
         saved_s = self._decider.saved_s(sessions[answer.session_id], answer, left_tokens, without, replica_id)
         return (answer.session_id,) if saved_s > 0 else ()
+
+    def away(self, snapshot: ReplicaSnapshot, sessions: Mapping[str, OpenSession], view: LiveView) -> tuple[str, ...]:
+        """The answer that a drained replica gives up now, if any: the first of some that another one has room for.
+
+        `sessions`: those that this allocator has placed. Others end where they are.
+        """
+        if not self._settings.moves:
+            return ()
+        mine = [each for each in running(snapshot) if each.movable and each.session_id in sessions]
+        for answer in mine[:LOOKED_AT]:
+            session = sessions[answer.session_id]
+            if self._decider.has_room_elsewhere(
+                session, answer, _left_tokens(session, answer), view, snapshot.replica_id
+            ):
+                return (answer.session_id,)
+        return ()
 
     def is_time_to_rebalance(self, snapshot: ReplicaSnapshot, now_s: float) -> bool:
         """Whether to look now for an answer that costs less elsewhere."""

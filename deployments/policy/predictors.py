@@ -10,7 +10,7 @@ from deployments.fleet.columns import UNKNOWN
 from deployments.messages import ReplicaInfo, SessionRequest, StepSample
 from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.prediction.adapters import AdapterIndex
-from deployments.policy.prediction.answer_length import LengthPredictor
+from deployments.policy.prediction.answer_length import Length, LengthPredictor
 from deployments.policy.prediction.prefix_index import PrefixIndex
 from deployments.policy.prediction.step_time import StepModel
 from deployments.policy.scaling.demand import Demand
@@ -48,11 +48,18 @@ class Predictors:
 
     def knowledge(self, request: SessionRequest) -> Knowledge:
         """What is known of a request now. The prediction of its length is remembered, to be judged at its end."""
-        length = self.lengths.predict(request)
-        hits = self.index.hits(request.hashes) if request.hashes else {}
-        self.demand.came(request, max(hits.values(), default=0) * self._block_tokens, length.mean)
+        known = self._known(request, self.lengths.predict(request))
+        cached_tokens = max(known.hits.values(), default=0) * self._block_tokens
+        self.demand.came(request, cached_tokens, known.output_tokens)
+        return known
+
+    def look(self, request: SessionRequest) -> Knowledge:
+        """The same of a request that does not come: nothing is remembered of it."""
+        return self._known(request, self.lengths.guess(request))
+
+    def _known(self, request: SessionRequest, length: Length) -> Knowledge:
         return Knowledge(
-            hits=hits,
+            hits=self.index.hits(request.hashes) if request.hashes else {},
             output_tokens=length.mean,
             trusted=frozenset(pool for pool, model in self.models.items() if model.count >= TRUSTED_STEPS),
             pinned=self._affinities.get(request.affinity, frozenset()) if request.affinity else frozenset(),

@@ -20,6 +20,7 @@ class Lifecycle:
         self.is_starting = True
         self.is_stopping = False
         self.error: BaseException | None = None
+        self._is_parked = False
         self._held: dict[Phase, bool] = {}  # the manager's last answer to a report from each phase
         self._has_answer = asyncio.Event()
 
@@ -34,6 +35,20 @@ class Lifecycle:
     def is_held(self) -> bool:
         """Whether the manager has said that the start must not go on yet."""
         return self._held.get(self.phase, False)
+
+    def park(self, drain: bool) -> bool:
+        """Drain for an operator, or serve again. Returns whether the phase has changed.
+
+        A replica that drains for another reason, as one that Serve stops, stays as it is.
+        """
+        if drain == self._is_parked or self.phase is not (Phase.READY if drain else Phase.DRAINING):
+            return False
+        self._is_parked, self.phase = drain, Phase.DRAINING if drain else Phase.READY
+        return True
+
+    def leave(self) -> None:
+        """Drain for good."""
+        self._is_parked, self.phase = False, Phase.DRAINING
 
     def heard(self, phase: Phase, hold: bool) -> None:
         """Note the manager's answer to a report from this phase. `hold`: the start must not go on yet."""
@@ -61,7 +76,7 @@ class Lifecycle:
     def fail(self, error: BaseException) -> None:
         """Mark the replica as broken. Serve replaces it; until then nothing may be placed on it."""
         self.error = error
-        self.phase = Phase.DRAINING
+        self.leave()
         self._has_answer.set()
 
     def refuse_if_failed(self) -> None:

@@ -190,7 +190,8 @@ class Replica:
 
     def begin_drain(self) -> None:
         """Tell the manager to place nothing here any more. What is here, or on its way here, is served."""
-        self._enter(Phase.DRAINING)
+        self._life.leave()
+        self._reporter.tell(urgently=True)
 
     def _enter(self, phase: Phase) -> None:
         self._life.phase = phase
@@ -198,7 +199,7 @@ class Replica:
 
     async def stop(self) -> None:
         """End the tasks, the open parts and the engine; idempotent."""
-        self._life.phase = Phase.DRAINING
+        self._life.leave()
         self._life.is_stopping = True
         self._parts.fail(EngineError("the replica is stopping"))
         tasks, self._tasks = set(self._tasks), []

@@ -87,6 +87,8 @@ class Reporter:
             self._peers.learn(answer.peers)
         if answer.move:
             self._parts.move_out(answer.move)
+        if answer.drain is not None and self._life.park(answer.drain):
+            self.tell(urgently=True)
 
     async def _pause(self) -> None:
         """Wait until the next report is due."""

@@ -86,7 +86,7 @@ class Manager:
         now_s = self._calendar.now_s
         for session_id, answer in self.allocator.answers(now_s):
             self._waiting.pop(session_id)(session_id, answer)
-        deadline_s = self.allocator.next_deadline_s()
+        deadline_s = self.allocator.room.next_deadline_s()
         if deadline_s is not None and deadline_s < self._deadline_s:
             self._deadline_s = max(deadline_s, now_s)
             self._calendar.at(self._deadline_s + TIMER_S, self._late, self._deadline_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +16,12 @@ FULL = 0.98
 
 MISS = 1.0
 """A request that is predicted to miss its TTFT objective costs as much as one that is late by this multiple of it."""
+
+ADAPTER = "adapter"
+"""The part that is counted once where one replica computes the prompt and writes the answer."""
+
+Part = tuple[str, Numbers]
+"""A part of a cost by its name, a column of seconds."""
 
 
 class Costs:
@@ -39,42 +46,52 @@ class Costs:
         seconds in all (the externality of a job in an M/G/1 queue, Haviv and Ritov). So what a cache saves counts for
         more where prompts queue.
         """
+        return _sum(self.prefill_parts())
+
+    def prefill_parts(self) -> Iterator[Part]:
+        """What `prefill_s` adds up, by name."""
         weights, outlook = self._weights, self._outlook
         queue_s, prefill_s = outlook.queue_s, outlook.prefill_s
         ttft_s = queue_s + prefill_s
-        cost_s: Numbers = weights.ttft * ttft_s + weights.others * (outlook.answers * outlook.beside_s)
+        yield "first_token", weights.ttft * ttft_s
+        yield "answers_beside", weights.others * (outlook.answers * outlook.beside_s)
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
-        cost_s += weights.later * later * prefill_s * (queue_s + prefill_s / 2)
-        cost_s += weights.others * outlook.moves_per_s * prefill_s * self.landing_s
+        yield "later_prompts", weights.later * later * prefill_s * (queue_s + prefill_s / 2)
+        yield "arriving_answers", weights.others * outlook.moves_per_s * prefill_s * self.landing_s
         if self._here.view.waiting:
-            cost_s += self.held_up * outlook.beside_s
+            yield "waiting_requests", self.held_up * outlook.beside_s
         if self._here.knowledge.adapter_s:
-            cost_s += self._loading_s
+            yield ADAPTER, self._loading_s
         objective_s = self._here.objectives[0]
         if objective_s < np.inf:
             over_s = ttft_s - self._here.settings.slack * objective_s
-            cost_s += weights.late * np.where(over_s > 0, over_s + MISS * objective_s, 0.0)
-        return self._pinned(cost_s)
+            yield "missed_ttft", weights.late * np.where(over_s > 0, over_s + MISS * objective_s, 0.0)
+        yield from self._pinned()
 
     @cached_property
     def decode_s(self) -> Numbers:
         """The replica writes the answer: to this request, the other sessions, prompts that come, and in memory."""
+        return _sum(self.decode_parts())
+
+    def decode_parts(self) -> Iterator[Part]:
+        """What `decode_s` adds up, by name."""
         weights, outlook, columns, steps = self._weights, self._outlook, self._columns, self._steps
         load, step_s = outlook.prefill_load, self.mixed_step_s
-        cost_s: Numbers = (steps * weights.decode) * step_s
-        cost_s += (steps * weights.others) * (columns["sessions"] * outlook.added_step_s) * self.strain
-        cost_s += weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
+        yield "writing", (steps * weights.decode) * step_s
+        beside = columns["sessions"] * outlook.added_step_s
+        yield "answers_beside", (steps * weights.others) * beside * self.strain
+        yield "later_prompts", weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
         if self._here.view.waiting:
-            cost_s += self.held_up * (steps * outlook.added_step_s)
+            yield "waiting_requests", self.held_up * (steps * outlook.added_step_s)
         if self._here.knowledge.adapter_s:
-            cost_s += self._loading_s
+            yield ADAPTER, self._loading_s
         objective_s = self._here.objectives[1]
         if objective_s < np.inf:
             over_s = np.maximum(step_s - objective_s, 0.0)
-            cost_s += weights.late * np.where(over_s > 0, steps * over_s + self._missed_s, 0.0)
+            yield "missed_tpot", weights.late * np.where(over_s > 0, steps * over_s + self._missed_s, 0.0)
         fill = np.minimum(outlook.fill, FULL)
-        cost_s += weights.memory_s * fill / (1.0 - fill)
-        return self._pinned(cost_s)
+        yield "memory", weights.memory_s * fill / (1.0 - fill)
+        yield from self._pinned()
 
     def are_pairs_over(self, most_s: float, owners: Flags, helpers: Flags) -> bool:
         """Whether every pair costs more than that, for the least of both sides does without the move between them.
@@ -208,9 +225,19 @@ class Costs:
         cost_s: Numbers = self._weights.late * (delay_s - spare_s * chance + self._missed_s * chance)
         return cost_s
 
-    def _pinned(self, cost_s: Numbers) -> Numbers:
+    def _pinned(self) -> Iterator[Part]:
+        """What the request's affinity takes off the replicas that it names."""
         rows = self._columns.rows
-        for replica_id in self._here.knowledge.pinned:
-            if replica_id in rows:
-                cost_s[rows[replica_id]] -= self._weights.pin_s
-        return cost_s
+        named = [rows[replica_id] for replica_id in self._here.knowledge.pinned if replica_id in rows]
+        if named:
+            cost_s = np.zeros(len(self._columns.ready))
+            cost_s[named] -= self._weights.pin_s
+            yield "affinity", cost_s
+
+
+def _sum(parts: Iterator[Part]) -> Numbers:
+    """The sum of new columns, of which the first becomes the sum."""
+    cost_s = next(parts)[1]
+    for _, part_s in parts:
+        cost_s += part_s
+    return cost_s

@@ -35,23 +35,8 @@ class Joint:
     """See the module. Choices of nearly equal cost are drawn at random, in proportion to their free blocks."""
 
     def choose(self, here: Field) -> Choice | None:
-        """The way that costs least.
-
-        It keeps to the roles with `split_always`, and while no step times are known: all costs are near 0 then, and one
-        replica would always seem to cost less than two.
-        """
-        costs = Costs(here)
-        if here.columns.coefficients and not here.settings.split_always:
-            spare = has_spare_steps(here)
-            alone = list(_alone(costs, here.alone & spare))
-            owning, helping, most_s = here.pair_owners & spare, here.helpers, _most_s(here, alone)
-            pairs = () if costs.are_pairs_over(most_s, owning, helping) else _pairs(here, costs, owning, helping)
-            return _pick(here, [*pairs, *alone])
-        for owners, helpers in here.by_role():
-            ways = _alone(costs, owners) if helpers is None else _pairs(here, costs, owners, helpers)
-            if (choice := _pick(here, list(ways))) is not None:
-                return choice
-        return None
+        """The way that costs least."""
+        return next(filter(None, (_pick(here, ways) for ways in ways_of(here, Costs(here)))), None)
 
     def target(self, here: Field, owners: Flags) -> int:
         """The replica with the least cost of writing the remainder there and moving the KV that its cache lacks."""
@@ -61,6 +46,25 @@ class Joint:
             moving_s = here.outlook.kv_bytes(rows) / here.knowledge.link_bytes_per_s
             cost_s = cost_s + here.settings.weights.ttft * moving_s
         return int(rows[_draw(here, cost_s, rows)])
+
+
+def ways_of(here: Field, costs: Costs, all_pairs: bool = False) -> Iterator[list[Ways]]:
+    """The ways that are weighed against each other, in sets: the first that is not empty counts.
+
+    `all_pairs`: also where every pair costs more than the best replica alone, so that none is worth weighing. It
+    keeps to the roles with `split_always`, and while no step times are known: all costs are near 0 then, and one
+    replica would always seem to cost less than two.
+    """
+    if here.columns.coefficients and not here.settings.split_always:
+        spare = has_spare_steps(here)
+        alone = list(_alone(costs, here.alone & spare))
+        owning, helping, most_s = here.pair_owners & spare, here.helpers, _most_s(here, alone)
+        is_over = not all_pairs and costs.are_pairs_over(most_s, owning, helping)
+        pairs = () if is_over else _pairs(here, costs, owning, helping)
+        yield [*pairs, *alone]
+        return
+    for owners, helpers in here.by_role():
+        yield list(_alone(costs, owners) if helpers is None else _pairs(here, costs, owners, helpers))
 
 
 def has_spare_steps(here: Field) -> Flags:

@@ -24,11 +24,12 @@ def place(here: Field, policy: Policy) -> Decision:
         return Admit(_placement(here, Mode.DISAGGREGATED, MOVED, move))
     if (choice := policy.choose(here)) is None:
         return shortfall(here)
-    mode = _mode(here, choice)
+    mode = mode_of(here, choice)
     return Admit(_placement(here, mode, _reason(here, mode), choice))
 
 
-def _mode(here: Field, choice: Choice) -> Mode:
+def mode_of(here: Field, choice: Choice) -> Mode:
+    """The mode in which a choice serves its request."""
     if choice.helper is not None:
         return Mode.DISAGGREGATED
     return Mode.PREFILL_LOCAL if here.columns.info(choice.owner).role is Role.PREFILL else Mode.DECODE_LOCAL

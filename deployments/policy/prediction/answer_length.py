@@ -118,14 +118,15 @@ class LengthPredictor:
 
         It is remembered, and `observe` compares it with the answer.
         """
-        length = self._predict(request)
+        length = self.guess(request)
         self._pending[request.session_id] = length
         self._pending.move_to_end(request.session_id)
         if len(self._pending) > self._max_pending:
             self._pending.popitem(last=False)
         return length
 
-    def _predict(self, request: SessionRequest) -> Length:
+    def guess(self, request: SessionRequest) -> Length:
+        """The same, and nothing is remembered."""
         limit, answered = request.max_tokens, request.answered_tokens
         for key in _keys(request):
             cell = self._cells.get(key)

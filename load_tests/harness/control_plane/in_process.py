@@ -139,10 +139,11 @@ class InProcess:
         await self._ingress.close()
 
     async def ask(self, prompt: Sequence[int], **sampling: Any) -> Answer:
-        """Add a request as vLLM's frontend does. `request_id` may be given, too."""
+        """Add a request as vLLM's frontend does. `request_id` may be given, too, and `explains`: it is not served."""
         self._asked += 1
         request_id = sampling.pop("request_id", f"request-{self._asked}")
-        answer = self.answers[request_id] = Answer(request_id, RequestContext(request_id))
+        context = RequestContext(request_id, explains=sampling.pop("explains", False))
+        answer = self.answers[request_id] = Answer(request_id, context)
         self.points.reached("opening")
         await self._ingress.add(answer, prompt, sampling)
         return answer

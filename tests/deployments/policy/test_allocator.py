@@ -94,7 +94,7 @@ def test_whoever_waits_too_long_is_told_what_was_short() -> None:
     allocator = allocator_of(info("p0"), info("d0", total_blocks=20), queue_timeout_s=2.0, snapshot_stale_s=60.0)
     admitted(allocator, ask("a"))
     assert allocator.open(ask("b"), 0.0) is None
-    assert allocator.next_deadline_s() == 2.0
+    assert allocator.room.next_deadline_s() == 2.0
     ((session_id, decision),) = allocator.answers(2.0)
     assert session_id == "b"
     assert isinstance(decision, Reject)

@@ -189,3 +189,26 @@ def test_it_is_time_to_rebalance_once_a_second_where_moves_and_rebalancing_are_o
 
 def test_no_session_is_given_up_for_memory_where_all_of_it_is_reserved() -> None:
     assert Stage(PlacementSettings(relieves=False)).choose() == ()
+
+
+class Drained(Crowded):
+    """An operator drains `d0`."""
+
+    def away(self) -> tuple[str, ...]:
+        return self.moves.away(self.crowded, self.sessions, self.fleet.live(0.0, shut=["d0"]))
+
+
+def test_an_answer_of_a_drained_replica_moves_where_another_has_room_whatever_it_costs() -> None:
+    assert Drained().away() == ("b",), "the first that can move"
+    assert Drained(attempt=3).away() == ("b",), "however often it has moved"
+
+
+def test_an_answer_of_a_drained_replica_stays_where_no_other_has_room_for_it() -> None:
+    stage = Drained()
+    stage.fleet.update(ReplicaSnapshot("d1", 2, Phase.READY, info("d1", total_blocks=30)), 0.0)
+    assert stage.away() == ()
+    assert Drained(allowed=(Mode.DECODE_LOCAL,)).away() == (), "its KV cache cannot be handed over"
+    assert Drained(PlacementSettings(moves=False)).away() == ()
+    stage = Drained()
+    stage.sessions.clear()
+    assert stage.away() == (), "the sessions of another allocator"

@@ -110,6 +110,7 @@ class Manager:
         self.resync, self.held = False, set[Phase]()
         self.move: tuple[str, ...] = ()
         self.interval_s = 0.0
+        self.drain: bool | None = None
         self.refused = 0
         self._came = asyncio.Event()
 
@@ -123,7 +124,7 @@ class Manager:
         self._came.set()
         resync, self.resync = self.resync, False
         peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
-        return ReportAnswer(peers, resync, snapshot.phase in self.held, self.move, self.interval_s)
+        return ReportAnswer(peers, resync, snapshot.phase in self.held, self.move, self.interval_s, self.drain)
 
     @property
     def last(self) -> ReplicaSnapshot:

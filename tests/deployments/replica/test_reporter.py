@@ -191,3 +191,32 @@ async def test_a_replica_that_is_held_does_not_press_a_manager_that_is_away(idle
     assert idle.manager.refused == 1, "the next is for its heartbeat"
     assert not starting.done()
     starting.cancel()
+
+
+@pytest.mark.parametrize("idle", [{"timings": Timings(heartbeat_s=0.005)}], indirect=True)
+async def test_an_operator_takes_a_replica_out_of_service_and_puts_it_back(up: Fixture) -> None:
+    run = await up.begin("a")
+    up.manager.drain = True
+    await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
+    up.engine.put(("a", 1, True))
+    assert await asyncio.wait_for(run, WAIT_S) == "finished", "what is there is served"
+    up.manager.drain = None
+    count = len(up.manager.snapshots)
+    await until(lambda: len(up.manager.snapshots) > count + 3)
+    assert up.manager.last.phase is Phase.DRAINING, "it stays so, whatever the manager knows"
+    up.manager.drain = False
+    await up.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
+
+
+@pytest.mark.parametrize("idle", [{"timings": Timings(heartbeat_s=0.005)}], indirect=True)
+@pytest.mark.parametrize("drained", [False, True])
+async def test_a_replica_that_serve_stops_is_not_put_back(up: Fixture, drained: bool) -> None:
+    if drained:
+        up.manager.drain = True
+        await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
+    up.replica.begin_drain()
+    up.manager.drain = False
+    await up.manager.until(lambda snapshot: snapshot.phase is Phase.DRAINING)
+    count = len(up.manager.snapshots)
+    await until(lambda: len(up.manager.snapshots) > count + 3)
+    assert {snapshot.phase for snapshot in up.manager.snapshots[count:]} == {Phase.DRAINING}

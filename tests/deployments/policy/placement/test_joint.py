@@ -145,7 +145,7 @@ def test_hits_on_few_replicas_and_on_all_are_predicted_as_one_by_one(shared_bloc
     cluster = Cluster(60, 2000, 20, seed=3, shared=shared_blocks)
     sizes = set()
     for _ in range(20):
-        request, view = cluster.request(), cluster.allocator._live(cluster.now_s)
+        request, view = cluster.request(), cluster.allocator.live(cluster.now_s)
         columns = view.columns
         knowledge = cluster.allocator.predictors.knowledge(request)
         outlook = Outlook(request, columns, knowledge, cluster.now_s)

@@ -259,11 +259,10 @@ class SessionManager:
     async def _wait(self, session_id: str) -> Admit | Reject:
         answer: asyncio.Future[Admit | Reject] = asyncio.get_running_loop().create_future()
         self._waiting[session_id] = answer
-        deadline_s = self._allocator.room.deadline_s(session_id)
         try:
             self._tell()
             while not answer.done():
-                left_s = deadline_s - self._clock()
+                left_s = self._allocator.room.deadline_s(session_id) - self._clock()
                 await asyncio.wait({answer}, timeout=max(left_s, 0.0) + _LATE_S)
                 self._tell()
             return answer.result()

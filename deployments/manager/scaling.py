@@ -61,6 +61,7 @@ class Scaling:
         self._starts = {name: StartsInFlight() for name in config.pools}
         self._began_s = clock()
         self._starting: dict[str, tuple[float, ...]] = {}
+        self._queue_timeout_s, self._lacked = config.placement.queue_timeout_s, False
         self._unfollowed_s: dict[str, float] = {}
         self._doubted: set[str] = set()
         self._failure: str | None = None
@@ -93,6 +94,7 @@ class Scaling:
         targets = self._targets(ready, sizes)
         self._check_followed(sizes, now_s)
         self._starting = {name: self._starts[name].ages(targets[name], ready[name], now_s) for name in targets}
+        self._keep_waiting(now_s)
         plan = self._planner.plan(observe(self._allocator, targets, now_s, targets, self._starting))
         self._note(plan, targets)
         self.plan = plan
@@ -155,6 +157,20 @@ class Scaling:
             size = (sizes or {}).get(name)
             targets[name] = max(least, min(most, ready[name] if size is None else size.running + size.coming))
         return targets
+
+    def _keep_waiting(self, now_s: float) -> None:
+        """Let requests wait for the first replica of a kind, as of a pool at zero, until its start is given up.
+
+        Once it is there, what waits has as long as ever.
+        """
+        ready = [view.info for view in self._allocator.fleet.view(now_s).ready]
+        lacks = not (any(each.decodes for each in ready) and any(each.prefills for each in ready))
+        ages = [age_s for each in self._starting.values() for age_s in each] if lacks else []
+        if ages:
+            self._allocator.room.keep_until_s = now_s - min(ages) + self._config.start_timeout_s
+        elif self._lacked:
+            self._allocator.room.keep_until_s = 0.0 if lacks else now_s + self._queue_timeout_s
+        self._lacked = bool(ages)
 
     # ---- what became of it
 

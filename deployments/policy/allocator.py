@@ -267,10 +267,12 @@ class Allocator:
     def _expire(self, now_s: float) -> None:
         retry_after_s = self.room.retry_after_s(now_s)
         for request in self.room.expired(now_s):
-            short = self.decider.decide(self._sessions[request.session_id], self.live(now_s), now_s)
+            session = self._sessions[request.session_id]
+            short = self.decider.decide(session, self.live(now_s), now_s)
             why = short.reason if isinstance(short, Queue) else "others were waiting longer"
             unavailable = isinstance(short, Queue) and short.unavailable
-            reason = f"no capacity within {self._queue_timeout_s:g} s: {why}"
+            waited_s = max(self._queue_timeout_s, int(now_s - session.since_s))
+            reason = f"no capacity within {waited_s:g} s: {why}"
             self._answer(request.session_id, Reject(reason, retry_after_s, unavailable, code="queue_timeout"))
 
     def _answer(self, session_id: str, decision: Admit | Reject) -> None:

@@ -75,7 +75,10 @@ class _Class:
 
 
 class WaitingRoom:
-    """At most `max_requests` requests wait, each for at most `timeout_s`. Times are seconds of the caller's clock."""
+    """At most `max_requests` requests wait, each for at most `timeout_s`. Times are seconds of the caller's clock.
+
+    `keep_until_s`: none has waited too long before that.
+    """
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class WaitingRoom:
         self._max_retry_after_s = max_retry_after_s
         self._classes = classes or PriorityClasses()
         self._queues = {name: _Class(self._classes.resolve(name)) for name in self._classes.names}
+        self.keep_until_s = 0.0
         self._waiters: dict[str, Waiter] = {}  # in order of arrival
         self._again: dict[str, Waiter] = {}  # those of them that are placed again
         self._arrived = 0
@@ -168,11 +172,6 @@ class WaitingRoom:
         """When the first request will have waited too long; None when no request waits."""
         oldest = next(iter(self._waiters.values()), None)
         return None if oldest is None else self._deadline_s(oldest)
-
-    def waited_s(self, session_id: str, now_s: float) -> float:
-        """How long a session has waited; 0.0 for one that is not in the room."""
-        waiter = self._waiters.get(session_id)
-        return 0.0 if waiter is None else now_s - waiter.since_s
 
     def retry_after_s(self, now_s: float) -> float:
         """When a refused request may ask again: after the wait of the oldest request, from 1 s to the bound."""
@@ -293,7 +292,7 @@ class WaitingRoom:
         return Reject(reason, self.retry_after_s(now_s), code="queue_full")
 
     def _deadline_s(self, waiter: Waiter) -> float:
-        return waiter.since_s + self._timeout_s
+        return max(waiter.since_s + self._timeout_s, self.keep_until_s)
 
     def _is_patient(self, waiter: Waiter, now_s: float) -> bool:
         """Whether half of its allowed wait has passed."""

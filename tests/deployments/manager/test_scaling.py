@@ -131,6 +131,53 @@ async def test_a_restarted_manager_does_not_listen_for_ever(sizes: Mapping[str, 
     assert fleet.scaling.think(sizes) is not None
 
 
+async def test_a_request_waits_for_the_first_replica_until_its_start_is_given_up() -> None:
+    fleet = Fleet(least=0, start_timeout_s=100.0)
+    fleet.now_s, room = LISTEN_S, fleet.manager._allocator.room
+    fleet.script.targets = {"prefill": 0, "decode-main": 0}
+    fleet.scaling.think(None)
+    assert room.keep_until_s == 0.0, "none is started"
+    fleet.script.targets["decode-main"] = 1
+    fleet.scaling.think(None)
+    fleet.now_s += 5.0
+    fleet.scaling.think(None)
+    started_s = fleet.now_s
+    fleet.now_s += 40.0
+    fleet.scaling.think(None)
+    assert room.keep_until_s == started_s + 100.0
+    await fleet.report("decode-main", "d0")
+    fleet.now_s += 1.0
+    await fleet.report("decode-main", "d0")
+    fleet.scaling.think(None)
+    assert room.keep_until_s == fleet.now_s + 30.0, "what waited has queue_timeout_s for a place"
+    fleet.now_s += 20.0
+    await fleet.report("decode-main", "d0")
+    fleet.scaling.think(None)
+    assert room.keep_until_s == fleet.now_s + 10.0, "that is said once"
+
+
+async def test_a_request_no_longer_waits_for_a_start_that_is_not_asked_for_any_more() -> None:
+    fleet = Fleet(least=0)
+    fleet.now_s, room = LISTEN_S, fleet.manager._allocator.room
+    fleet.script.targets = {"prefill": 0, "decode-main": 1}
+    for _ in range(2):
+        fleet.scaling.think(None)
+    assert room.keep_until_s > fleet.now_s
+    fleet.script.targets["decode-main"] = 0
+    for _ in range(2):
+        fleet.scaling.think(None)
+    assert room.keep_until_s == 0.0
+
+
+async def test_a_full_fleet_changes_no_deadline() -> None:
+    fleet = Fleet()
+    await fleet.up()
+    fleet.script.targets["decode-main"] = 3
+    for _ in range(3):
+        fleet.scaling.think(SETTLED)
+    assert fleet.manager._allocator.room.keep_until_s == 0.0, "one is there, though another one starts"
+
+
 async def test_a_dry_run_explains_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet(dry_run=True)
     await fleet.up()

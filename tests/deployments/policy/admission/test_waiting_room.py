@@ -163,11 +163,20 @@ def test_those_who_waited_too_long_are_taken_out() -> None:
     room = room_of(ask("a", 10))
     room.enter(ask("b", 10), 10.0)
     assert (room.deadline_s("b"), room.next_deadline_s()) == (40.0, 30.0)
-    assert (room.waited_s("b", 12.0), room.waited_s("c", 12.0)) == (2.0, 0.0)
     assert room.expired(29.9) == ()
     assert [request.session_id for request in room.expired(30.0)] == ["a"]
     assert room.expired(30.0) == ()
     assert (len(room), room.next_deadline_s()) == (1, 40.0)
+
+
+def test_none_has_waited_too_long_while_a_first_replica_starts() -> None:
+    room = room_of(ask("a", 10))
+    room.keep_until_s = 90.0
+    assert (room.deadline_s("a"), room.next_deadline_s()) == (90.0, 90.0)
+    assert room.expired(89.9) == ()
+    room.enter(ask("b", 10), 80.0)
+    assert [request.session_id for request in room.expired(90.0)] == ["a"]
+    assert room.deadline_s("b") == 110.0, "a later request has its own time"
 
 
 # ---- classes

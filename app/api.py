@@ -179,7 +179,7 @@ class Gateway:
                 await asyncio.sleep(0)  # others are served between two looks at a large body
             check_text(body)
             check_types(body)
-            context = request_context(request_id, scope, body, client)
+            context = request_context(request_id, scope, body, client, self._config.separate_caches)
             context.explains, context.most_parts = explains, self._bounds.most_parts
             parts = self._bounds.enter(client, body)
             context.quota = None if explains else quota_of(key_of(scope), parts)

@@ -18,10 +18,13 @@ _CHAT = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", 
 _USER = re.compile(rb'"user"\s*:\s*("(?:[^"\\]|\\.){1,256}")')
 
 
-def request_context(request_id: str, scope: Scope, body: bytes, client: str) -> RequestContext:
+def request_context(
+    request_id: str, scope: Scope, body: bytes, client: str, separate_caches: bool = False
+) -> RequestContext:
     """The context of a request that goes to vLLM's server. Raises HeaderTooLong and ClassNotAllowed.
 
     A conversation is named by `X-Session-Id`, or else by the body's `user`. `client`: see `client_of`.
+    `separate_caches`: as in the configuration.
     """
     headers = _headers(scope)
     session, priority = _text(headers, SESSION), _text(headers, PRIORITY)
@@ -31,6 +34,7 @@ def request_context(request_id: str, scope: Scope, body: bytes, client: str) -> 
         client=client,
         affinity=session or _user(body),
         chat=scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") in _CHAT,
+        namespace=owner_of(scope) if separate_caches else None,
     )
 
 
@@ -57,7 +61,7 @@ def address_of(scope: Scope, client_header: str | None) -> str:
 
 
 def owner_of(scope: Scope) -> str:
-    """Whose stored responses a request may see: by its API key; "" for all requests without one."""
+    """Whose stored responses and cached KV a request may use: by its API key; "" for all requests without one."""
     if (known := key_of(scope)) is not None:
         return f"key {known.name}"
     key = presented(scope)

@@ -389,6 +389,10 @@ class IngressConfig(Section):
     `/ping` asks for a key. A change counts within 2 s. null: no route asks for one."""
     keys_env: str | None = Field(None, min_length=1)
     """Instead of `keys_file`: the name of the environment variable of ingresses that holds the same text."""
+    separate_caches: bool = False
+    """Requests of different API keys share no cached KV, so that none can find out by its latency what another has
+    asked. Each key's requests get a cache salt of their own, with which vLLM's `cache_salt` still works. Prompts that
+    all keys share, such as a system prompt, are computed once for each key."""
     allowed_origins: tuple[str, ...] = ()
     """The origins whose pages a browser lets use the API (CORS), such as https://chat.example.com; `*`: any. Empty:
     none."""

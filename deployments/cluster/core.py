@@ -20,7 +20,7 @@ from deployments.cluster import request_context
 from deployments.cluster.answer import Answer
 from deployments.cluster.attempt import Means
 from deployments.cluster.batch import Batch
-from deployments.cluster.engine_request import name_adapter
+from deployments.cluster.engine_request import keep_apart, name_adapter
 from deployments.cluster.meter import Meter, SessionMeter
 from deployments.cluster.notices import Notices
 from deployments.cluster.open_session import OpenSession
@@ -80,6 +80,7 @@ class ClusterCore(EngineCoreClient):
         """Begin a session and return at once. The answer or the error comes as outputs."""
         context = request_context.current.get()
         name_adapter(request)
+        keep_apart(request, context)
         answer = Answer(request, context, self._batch, meter=self._session_meter(request, context))
         recovery = Recovery(self._limits, self._timings)
         session = self._open[request.request_id] = OpenSession(answer, self._means, recovery, self._session_timeout_s)

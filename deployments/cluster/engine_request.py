@@ -20,7 +20,7 @@ from deployments.cluster.request_context import RequestContext
 from deployments.cluster.session import Finish
 from deployments.messages import Handoff, Placement, ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.split import RequestTraits, split_rule
-from transfer.memory.blocks import chained_hashes
+from transfer.memory.blocks import chained_hashes, salt_of
 
 FINISH = {
     FinishReason.LENGTH: Finish.LENGTH,
@@ -78,10 +78,10 @@ def session_request(
 
 
 def _hashes(request: EngineCoreRequest, tokens: list[int], block_size: int, adapter: str) -> tuple[int, ...]:
-    """The blocks of `tokens` as replicas name theirs; none where the KV depends on more than tokens and adapter."""
-    if len(tokens) < block_size or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+    """The blocks of `tokens` as replicas name theirs; none where the KV depends on images or embeddings, too."""
+    if len(tokens) < block_size or request.mm_features or request.prompt_embeds is not None:
         return ()
-    return chained_hashes(tokens, block_size, salt=adapter)
+    return chained_hashes(tokens, block_size, salt=salt_of(adapter, request.cache_salt))
 
 
 def name_adapter(request: EngineCoreRequest) -> None:
@@ -92,6 +92,13 @@ def name_adapter(request: EngineCoreRequest) -> None:
     if (adapter := request.lora_request) is not None:
         request.lora_request = named = copy.copy(adapter)
         named.lora_name = engine_name(adapter.lora_name, adapter.lora_int_id)
+
+
+def keep_apart(request: EngineCoreRequest, context: RequestContext | None) -> None:
+    """Let a request share cached KV only with those of its namespace, and of its own cache salt in there."""
+    if context is not None and context.namespace is not None:
+        whole = f"{context.namespace}\0{request.cache_salt or ''}".encode(errors="surrogatepass")
+        request.cache_salt = hashlib.blake2b(whole, digest_size=16).hexdigest()
 
 
 def traits(request: EngineCoreRequest, answered_tokens: int = 0) -> RequestTraits:

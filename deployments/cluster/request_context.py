@@ -32,7 +32,8 @@ class RequestContext:
     another engine than the one where it began. `parts`: its open sessions. `error`: why the first of them failed, which
     ends the others. `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called
     once, when the first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client
-    has gone. `explains`: it is not served, and its first session's `explanation` is the answer.
+    has gone. `namespace`: it shares cached KV only with requests
+    of the same; None: with all. `explains`: it is not served, and its first session's `explanation` is the answer.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class RequestContext:
     client: str = ""
     affinity: str = ""
     chat: bool = False
+    namespace: str | None = None
     most_parts: int = 0
     quota: Quota | None = None
     modes: set[Mode] = field(default_factory=set)

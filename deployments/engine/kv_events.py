@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from deployments.engine.cache_log import CacheLog
-from transfer.memory.blocks import chained_hashes
+from transfer.memory.blocks import chained_hashes, salt_of
 
 logger = logging.getLogger("baton.engine")
 
@@ -62,7 +62,7 @@ class Translator:
     """Keeps a CacheLog by vLLM's events.
 
     vLLM may hold several copies of a block under one name, and reports each; they count as one. Blocks that depend on
-    more than tokens and an adapter (images, a cache salt) are left out, and so are the blocks that follow them: the
+    more than tokens, an adapter and a cache salt (images) are left out, and so are the blocks that follow them: the
     cluster core does not hash them either. Of a model with several kinds of KV cache only the first kind counts.
     """
 
@@ -90,14 +90,15 @@ class Translator:
     def _stored(self, event: BlockStored) -> None:
         names = event.block_hashes
         is_ours = not event.group_idx and event.block_size == self._block_size
-        if not is_ours or len(event.token_ids) != len(names) * self._block_size or _is_special(event):
+        salt = _salt(event)
+        if not is_ours or len(event.token_ids) != len(names) * self._block_size or salt is None:
             return
         parent = 0
         if event.parent_block_hash is not None:
             if event.parent_block_hash not in self._hashes:
                 return
             parent = self._hashes[event.parent_block_hash]
-        hashes = chained_hashes(event.token_ids, self._block_size, parent, event.lora_name or "")
+        hashes = chained_hashes(event.token_ids, self._block_size, parent, salt)
         for name, chained in zip(names, hashes, strict=True):
             self._hashes[name] = chained
             self._copies[name] = self._copies.get(name, 0) + 1
@@ -115,10 +116,22 @@ class Translator:
                 self._log.removed([self._hashes.pop(name)])
 
 
-def _is_special(event: BlockStored) -> bool:
-    """Whether a block depends on more than tokens and the adapter."""
-    usual = [None, [], [event.lora_name]]
-    return any(keys not in usual for keys in event.extra_keys or ())
+def _salt(event: BlockStored) -> str | None:
+    """The salt of the blocks; None where one of them depends on more than tokens, the adapter and a cache salt.
+
+    A cache salt is a key of a prompt's first block alone. The blocks that follow have it from their parent.
+    """
+    adapter = event.lora_name or ""
+    first, *others = [_without(adapter, keys) for keys in event.extra_keys or [None]]
+    cache_salt = first[0] if len(first) == 1 and event.parent_block_hash is None else None
+    if any(others) or (first and not isinstance(cache_salt, str)):
+        return None
+    return salt_of(adapter, cache_salt)
+
+
+def _without(adapter: str, keys: list[Any] | None) -> list[Any]:
+    """What a block depends on beside its tokens and the adapter, which is the first of its keys."""
+    return keys[1:] if keys and adapter and keys[0] == adapter else keys or []
 
 
 class KVEvents:

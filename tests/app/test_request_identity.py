@@ -18,13 +18,16 @@ def of(
     root_path: str = "",
     address: str = "",
     client_header: str | None = None,
+    separate_caches: bool = False,
     **headers: str,
 ) -> RequestContext:
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: dict[str, Any] = {"path": path, "root_path": root_path, "headers": pairs}
     if address:
         scope["client"] = (address, 4711)
-    return request_context("r", scope, json.dumps(body or {}).encode(), client_of(scope, client_header))
+    return request_context(
+        "r", scope, json.dumps(body or {}).encode(), client_of(scope, client_header), separate_caches
+    )
 
 
 def test_of_a_bare_request_nothing_is_known() -> None:
@@ -99,3 +102,15 @@ def test_a_header_may_be_256_bytes_long(header: str) -> None:
 )
 def test_chat_is_known_by_the_path(path: str, root_path: str, chat: bool) -> None:
     assert of(path=path, root_path=root_path).chat is chat
+
+
+def test_each_key_has_a_namespace_of_its_own_where_caches_are_apart() -> None:
+    assert of(authorization="Bearer a").namespace is None
+    one, other, none = (
+        of(separate_caches=True, **headers).namespace
+        for headers in ({"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {})
+    )
+    assert none == ""
+    assert len({one, other, none}) == 3
+    assert one is not None
+    assert "Bearer" not in one, "it is a hash of the key"

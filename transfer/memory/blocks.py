@@ -37,11 +37,16 @@ def runs(local: Sequence[int], remote: Sequence[int]) -> list[tuple[int, int, in
     return out
 
 
+def salt_of(adapter: str = "", cache_salt: str | None = None) -> str:
+    """The `salt` of the blocks of a request with this adapter and this cache salt; "" and None: it has none."""
+    return f"{adapter}\0{cache_salt}" if cache_salt else adapter
+
+
 def chained_hashes(tokens: Sequence[int], block_size: int, parent: int = 0, salt: str = "") -> tuple[int, ...]:
     """One 64-bit hash per full block of `tokens`. Each covers the block's tokens and the hash of the block before.
 
     Equal hashes mean equal prefixes, on every machine and in every process. `parent`: the hash of the block before
-    the first, 0 at the start. `salt`: anything else that a cached block depends on (an adapter, a tenant).
+    the first, 0 at the start. `salt`: see `salt_of`.
     """
     hashes = []
     for begin in range(0, len(tokens) - block_size + 1, block_size):

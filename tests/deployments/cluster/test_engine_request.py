@@ -10,7 +10,15 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from deployments.cluster.engine_request import Remainder, digest, name_adapter, part, remainder, session_request
+from deployments.cluster.engine_request import (
+    Remainder,
+    digest,
+    keep_apart,
+    name_adapter,
+    part,
+    remainder,
+    session_request,
+)
 from deployments.cluster.request_context import RequestContext
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.kv_events import BlockStored, Translator
@@ -21,8 +29,12 @@ from transfer.memory.blocks import chained_hashes
 PROMPT = list(range(50))
 
 
+def plain(prompt: list[int] = PROMPT) -> EngineCoreRequest:
+    return EngineCoreRequest("r", prompt, None, SamplingParams(max_tokens=7), None, 0.0, None, None, None)
+
+
 def of(prompt: list[int] = PROMPT, context: RequestContext | None = None, **fields: Any) -> SessionRequest:
-    request = EngineCoreRequest("r", prompt, None, SamplingParams(max_tokens=7), None, 0.0, None, None, None)
+    request = plain(prompt)
     for name, value in fields.items():
         setattr(request, name, value)
     return session_request(Remainder(1, request), context, Handoff.PUSHED, 16, "r")
@@ -72,7 +84,50 @@ def test_an_adapters_blocks_have_the_hashes_by_which_the_engine_reports_them() -
     assert change.stored == (asked,)
 
 
-@pytest.mark.parametrize("field", [{"cache_salt": "s"}, {"mm_features": [object()]}, {"prompt_embeds": object()}])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_cache_salts_blocks_have_the_hashes_by_which_the_engine_reports_them(adapter: bool) -> None:
+    """vLLM's event names the adapter, and then the salt, as the first block's extra keys."""
+    request, log = tuned(1) if adapter else plain(), CacheLog()
+    request.cache_salt = "mine"
+    asked = session_request(Remainder(1, request), None, Handoff.PUSHED, 16, "r").hashes
+    name = request.lora_request.lora_name if request.lora_request else None
+    lora = [name] if name else []
+    event = BlockStored([b"x"], None, PROMPT[:16], 16, lora_name=name, extra_keys=[[*lora, "mine"]])
+    Translator(16, log).take(event)
+    change = log.change(whole=True)
+    assert change is not None
+    assert change.stored == asked[:1]
+    request.cache_salt = "another"
+    assert session_request(Remainder(1, request), None, Handoff.PUSHED, 16, "r").hashes[0] != asked[0]
+
+
+def salted(namespace: str | None, cache_salt: str | None = None) -> str | None:
+    request = plain()
+    request.cache_salt = cache_salt
+    keep_apart(request, RequestContext("r", namespace=namespace))
+    return request.cache_salt
+
+
+def test_requests_of_two_keys_have_salts_that_neither_can_choose() -> None:
+    assert salted(None) is None
+    assert salted(None, "mine") == "mine"
+    anna, bert, keyless = salted("key anna"), salted("key bert"), salted("")
+    assert len({anna, bert, keyless, None}) == 4
+    assert salted("key anna") == anna
+    assert salted("key anna", "mine") not in (anna, "mine", salted("key bert", "mine"))
+    assert salted("key bert", anna) != anna, "another key's salt is of no use"
+    assert salted("", anna) != anna
+    assert salted("key anna", "\ud83d"), "half of a surrogate pair is no error here"
+
+
+def test_the_salt_reaches_the_engines() -> None:
+    request = plain()
+    keep_apart(request, RequestContext("r", namespace="key anna"))
+    for role in (Role.PREFILL, Role.DECODE):
+        assert part(request, role, Handoff.PUSHED, None).cache_salt == request.cache_salt
+
+
+@pytest.mark.parametrize("field", [{"mm_features": [object()]}, {"prompt_embeds": object()}])
 def test_what_depends_on_more_than_tokens_is_not_hashed(field: dict[str, Any]) -> None:
     assert of(**field).hashes == ()
 

@@ -12,7 +12,7 @@ import zmq
 
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEvents, Translator
-from transfer.memory.blocks import chained_hashes
+from transfer.memory.blocks import chained_hashes, salt_of
 
 TOKENS = list(range(100, 140))
 HASHES = chained_hashes(TOKENS, 10)
@@ -59,10 +59,34 @@ def test_an_adapters_blocks_are_its_own() -> None:
     assert not cached(of_adapter) & set(HASHES)
 
 
+@pytest.mark.parametrize(("adapter", "keys"), [(None, []), ("tuned", ["tuned"])])
+def test_blocks_with_a_cache_salt_are_its_own(adapter: str | None, keys: list[str]) -> None:
+    """The salt is a key of the first block alone; the ones that follow have it from their parent."""
+    first = stored(0, 71, 72, lora_name=adapter, extra_keys=[[*keys, "salt"], keys])
+    salted = cached(first, stored(2, 73, parent=72, lora_name=adapter, extra_keys=[keys or None]))
+    assert salted == set(chained_hashes(TOKENS[:30], 10, salt=salt_of(adapter or "", "salt")))
+    plain = cached(stored(0, 71, 72, 73, lora_name=adapter, extra_keys=[keys] * 3))
+    other = cached(stored(0, 71, 72, 73, lora_name=adapter, extra_keys=[[*keys, "other"], keys, keys]))
+    assert not salted & plain
+    assert not salted & other
+
+
+def test_an_adapter_and_a_salt_of_its_name_are_not_the_same() -> None:
+    adapter = cached(stored(0, 71, lora_name="tuned", extra_keys=[["tuned"]]))
+    salt = cached(stored(0, 71, extra_keys=[["tuned"]]))
+    assert len(adapter | salt) == 2
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"extra_keys": [["salt"]]}, {"extra_keys": [[["image", 3]]]}, {"group_idx": 1}, {"block_size": 5}],
-    ids=["cache salt", "image", "another kind of cache", "another block size"],
+    [
+        {"extra_keys": [["salt", "more"]]},
+        {"extra_keys": [[["image", 3]]]},
+        {"extra_keys": [[b"embedding"]]},
+        {"group_idx": 1},
+        {"block_size": 5},
+    ],
+    ids=["salt and more", "image", "embedding", "another kind of cache", "another block size"],
 )
 def test_what_the_cluster_core_does_not_hash_is_left_out(change: dict[str, Any]) -> None:
     assert cached(stored(0, 71, **change), stored(1, 72, parent=71)) == set()

@@ -30,7 +30,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -346,6 +346,15 @@ def test_kv_events_are_read_as_they_are_written() -> None:
     ]
     for ours in (BlockStored, BlockRemoved, AllBlocksCleared):
         assert set(ours.__struct_fields__) <= set(getattr(kv_events, ours.__name__).__struct_fields__)
+
+
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_a_cache_salt_is_a_key_of_a_prompts_first_block_alone(salt: str | None) -> None:
+    """`kv_events` reads it there, untagged."""
+    request = Request.from_engine_core_request(a_request(), None)
+    request.cache_salt = salt
+    keys = [generate_block_hash_extra_keys(request, start, start + 1, 0)[0] for start in (0, 1)]
+    assert to_event_extra_keys(keys) == [(salt,) if salt else None, None]
 
 
 def test_the_publisher_is_configured_as_we_do() -> None:

@@ -155,9 +155,14 @@ class Costs:
 
     @cached_property
     def mixed_step_s(self) -> Numbers:
-        """Seconds of a step of the answer, in the mean of those with prompts in them and those without."""
+        """Seconds from one token of the answer to the next in the mean, by the tokens that it gets in a second.
+
+        For a share of the time there are prompts in the steps, which are then longer and so fewer.
+        """
         outlook = self._outlook
-        step_s: Numbers = outlook.step_s + outlook.prefill_load * (self.beside_s - outlook.step_s)
+        load = outlook.prefill_load
+        beside_s, alone_s = np.maximum(self.beside_s, TINY_S), np.maximum(outlook.step_s, TINY_S)
+        step_s: Numbers = 1.0 / (load / beside_s + (1.0 - load) / alone_s)
         return step_s
 
     @cached_property

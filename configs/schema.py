@@ -252,9 +252,8 @@ class PlacementConfig(Section):
     """One replica serves shorter prompts whole."""
     rebalance: bool = True
     """A running answer moves to another replica where the rest of it costs less by enough, as `joint` weighs it."""
-    prompt_share: float = Field(0.75, ge=0.25, le=0.95)
-    """The share of a step's time that one prompt gets beside running answers, where these have no `tpot_s`. Several
-    prompts get more, up to 0.9."""
+    prompt_share: float = Field(0.9, ge=0.25, le=0.95)
+    """The share of a step's time that prompts get beside running answers, where these have no `tpot_s`."""
     queue_timeout_s: float = Field(30.0, gt=0)
     """Seconds that a request waits for capacity; then it gets 429, or 503 when no replica is up."""
     max_queued_requests: int = Field(1024, ge=0)

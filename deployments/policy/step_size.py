@@ -10,28 +10,14 @@ from deployments.step_cost import Coefficients
 STEADY = 0.9
 """The longest step beside an answer, as a share of its TPOT objective: its last steps may be longer than predicted."""
 
-PROMPT_SHARE = 0.75
+PROMPT_SHARE = 0.9
 """The default of `placement.prompt_share`."""
-
-MOST_SHARE = 0.9
-"""The largest share of a step's time that many prompts get beside answers without an objective."""
 
 LOOKED_AT = 16
 """The most waiting prompts that an engine looks at, to find one that is short."""
 
 LEAST_SHARE = 0.25
 """The least share of a step's time that prompts get beside running answers, however little their objectives leave."""
-
-
-def share_of_prompts(prompt_share: float, prompts: int) -> float:
-    """The share of a step that so many prompts, begun or waiting, get together beside answers without an objective.
-
-    `prompt_share`: the share of a single prompt. Each further one gets as much again as the answers have, up to
-    `MOST_SHARE`. The fewer the steps that compute the prompts, the less time goes to the steps' own cost, and the more
-    answers share that cost afterwards.
-    """
-    odds = max(prompts, 1) * prompt_share / (1.0 - prompt_share)
-    return max(prompt_share, min(odds / (1.0 + odds), MOST_SHARE))
 
 
 def allowed_step_s(tpot_s: float, decoding_s: float, share: float) -> float:
@@ -57,7 +43,7 @@ def prompt_budget(
     `step_tokens`: the most tokens in a step. `sequences`, `context`: the answers that run, and the tokens that they
     hold together. `begun_tokens`: how much of the prompt is computed already. `objectives`: the TPOT objectives of
     these answers, and of those whose KV cache is about to arrive; 0 stands for none. Without any answer, prompts take
-    the whole step. `share`: that of the prompts beside answers without an objective (`share_of_prompts`).
+    the whole step. `share`: that of the prompts beside answers without an objective (`placement.prompt_share`).
 
     The step takes as long as the answers allow, and a quarter of it at least goes to prompts. A token costs more the
     more tokens are before it, so chunks shrink along a prompt.

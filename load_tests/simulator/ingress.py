@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from deployments.messages import Admit, Reject, ReplicaSnapshot, SessionRequest
+from deployments.policy.admission.waiting_room import WaitingRoom
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options
 
@@ -26,9 +27,11 @@ Move = Callable[[str, str], None]
 class Allocating(Protocol):
     """The methods of an allocator that the session manager and the simulator call."""
 
+    @property
+    def room(self) -> WaitingRoom: ...
+
     def open(self, request: SessionRequest, now_s: float) -> Admit | Reject | None: ...
     def answers(self, now_s: float) -> Sequence[tuple[str, Admit | Reject]]: ...
-    def next_deadline_s(self) -> float | None: ...
     def prefill_done(self, session_id: str, epoch: int, now_s: float) -> object: ...
     def close(
         self,

@@ -222,7 +222,7 @@ class Replica:
         waiting = (work for work in itertools.islice(self.waiting, LOOKED_AT) if not work.loads)
         left = [work.target - work.computed for work in (*self.prefilling, *waiting)]
         begun = self.prefilling[0].computed if self.prefilling else 0
-        budget = self._pace.prompt_budget(self.batch, self._coming.values(), begun, len(left))
+        budget = self._pace.prompt_budget(self.batch, self._coming.values(), begun)
         return budget, share_of_one(budget, left)
 
     def _chunks(self) -> tuple[list[tuple[Work, int]], int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deployments.messages import Finished, StepSample
-from deployments.policy.step_size import PROMPT_SHARE, prompt_budget, share_of_prompts
+from deployments.policy.step_size import PROMPT_SHARE, prompt_budget
 from deployments.step_cost import Coefficients
 from load_tests.simulator.decoding import DecodeBatch
 from load_tests.simulator.span import Span
@@ -81,11 +81,8 @@ class Pace:
     def __init__(self, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float) -> None:
         self._coefficients, self._limits, self._rng, self._speed = coefficients, limits, rng, speed
 
-    def prompt_budget(self, batch: DecodeBatch, coming: Iterable[Work], begun_tokens: int, prompts: int) -> int:
-        """The most prompt tokens of the next step, beside this batch and what joins it soon.
-
-        `prompts`: how many are begun or wait. See `step_size.prompt_budget`.
-        """
+    def prompt_budget(self, batch: DecodeBatch, coming: Iterable[Work], begun_tokens: int) -> int:
+        """The most prompt tokens of the next step, beside this batch and what joins it soon: `step_size`."""
         limits, objectives = self._limits, batch.objectives | {work.tpot_s for work in coming}
         return prompt_budget(
             self._coefficients,
@@ -94,7 +91,7 @@ class Pace:
             batch.context,
             begun_tokens,
             objectives,
-            share_of_prompts(limits.prompt_share, prompts),
+            limits.prompt_share,
         )
 
     def step(self, now_s: float, batch: DecodeBatch, steps: int, chunks: list[tuple[Work, int]], context: int) -> Step:

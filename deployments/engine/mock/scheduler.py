@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from configs.schema import MockEngineConfig
 from deployments.engine.mock.sequence import Sequence
 from deployments.messages import StepSample
-from deployments.policy.step_size import prompt_budget, share_of_one, share_of_prompts
+from deployments.policy.step_size import prompt_budget, share_of_one
 from deployments.step_cost import Coefficients
 from transfer.memory.blocks import blocks_for
 
@@ -148,8 +148,7 @@ class MockScheduler:
         left = [each.prompt_tokens - each.computed for each in prompts]
         context, begun = sum(each.computed for each in answers), prompts[0].computed if prompts else 0
         steps, whole = steps_of(self._config), self._config.max_num_batched_tokens
-        share = share_of_prompts(self._prompt_share, len(prompts))
-        budget = prompt_budget(steps, whole, len(answers), context, begun, objectives, share)
+        budget = prompt_budget(steps, whole, len(answers), context, begun, objectives, self._prompt_share)
         # A sequence whose KV has just come takes a token, too.
         return min(budget + len(answers) + len(self.waiting), whole), share_of_one(budget, left)
 

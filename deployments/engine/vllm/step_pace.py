@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from deployments.messages import StepSample
 from deployments.policy.prediction.step_time import StepModel
-from deployments.policy.step_size import LOOKED_AT, prompt_budget, share_of_one, share_of_prompts
+from deployments.policy.step_size import LOOKED_AT, prompt_budget, share_of_one
 from deployments.step_cost import Coefficients
 from transfer.vllm.scheduler_side import handed_over
 
@@ -71,13 +71,13 @@ class StepPace:
 
     def _set(self) -> None:
         steps, answers = self._model.coefficients, self._answers
-        together = share_of_prompts(self._prompt_share, len(self._prompts))
-        budget = prompt_budget(steps, self._whole, answers, self._context, self._begun, self._objectives, together)
+        share = self._prompt_share
+        budget = prompt_budget(steps, self._whole, answers, self._context, self._begun, self._objectives, share)
         # An answer whose KV cache arrives meanwhile waits, and takes a token in the step after it has come.
         coming = sum(self._scheduler.get_request_counts()) - len(self._scheduler.running)
         self._scheduler.max_num_scheduled_tokens = min(budget + answers + coming, self._whole)
-        share = share_of_one(budget, self._prompts)
-        self._scheduler.scheduler_config.long_prefill_token_threshold = share if share < self._whole else 0
+        one = share_of_one(budget, self._prompts)
+        self._scheduler.scheduler_config.long_prefill_token_threshold = one if one < self._whole else 0
 
 
 def _objective_s(request: Request) -> float:

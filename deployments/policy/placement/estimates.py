@@ -13,7 +13,7 @@ import numpy as np
 from deployments.fleet.columns import Codes, Columns, Kind, Numbers
 from deployments.fleet.flow import WINDOW_S
 from deployments.messages import SessionRequest
-from deployments.policy.step_size import LEAST_SHARE, MOST_SHARE, PROMPT_SHARE, STEADY
+from deployments.policy.step_size import LEAST_SHARE, PROMPT_SHARE, STEADY
 from deployments.step_cost import Coefficients
 
 NO_ROWS: Codes = np.zeros(0, np.int64)
@@ -183,20 +183,10 @@ class Outlook:
         """
         longest_s = STEADY * np.minimum(self.objective_s, tpot_s)
         if tpot_s == math.inf:
-            free_s = np.where(answers + self.columns["pending"] > 0, decoding_s / self._share_of_answers, np.inf)
+            free_s = np.where(answers + self.columns["pending"] > 0, decoding_s / (1.0 - self._prompt_share), np.inf)
             longest_s = np.where(longest_s < np.inf, longest_s, free_s)
         step_s: Numbers = np.maximum(longest_s, decoding_s / (1.0 - LEAST_SHARE))
         return step_s
-
-    @cached_property
-    def _share_of_answers(self) -> Numbers:
-        """The share of a step that answers without an objective keep beside one more prompt.
-
-        `step_size.share_of_prompts`, for every replica at once.
-        """
-        odds = (self.columns["prompts"] + 1.0) * (self._prompt_share / (1.0 - self._prompt_share))
-        share: Numbers = np.minimum(np.maximum(1.0 / (1.0 + odds), 1.0 - MOST_SHARE), 1.0 - self._prompt_share)
-        return share
 
     def share_of(self, decoding_s: Numbers, longest_s: Numbers) -> Numbers:
         """The share of each step that goes to prompts, beside its answers. `longest_s`: see `beside_step_s`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -107,7 +107,7 @@ class _Bill:
         """Seconds by name. Equal names of both sides are one part."""
         owner, helper = choice.owner, choice.helper
         prefiller = owner if helper is None else helper
-        parts: Counter[str] = Counter({name: float(column[owner]) for name, column in self._decode.items()})
+        parts = defaultdict(float, {name: float(column[owner]) for name, column in self._decode.items()})
         for name, column in self._prefill.items():
             if helper is not None or name != ADAPTER:
                 parts[name] += float(column[prefiller])

@@ -70,7 +70,12 @@ def test_one_replica_and_a_rule_are_said_in_words() -> None:
 
 
 def test_a_refusal_is_explained_without_a_table() -> None:
-    decision = {"outcome": "refused", "reason": "no such class", "code": "unknown_class", "retry_after_s": None}
+    decision: dict[str, Any] = {
+        "outcome": "refused",
+        "reason": "no such class",
+        "code": "unknown_class",
+        "retry_after_s": None,
+    }
     assert explained.explained_text({"decision": decision}) == "refused (unknown_class): no such class"
     decision |= {"retry_after_s": 2.0, "code": ""}
     assert explained.explained_text({"decision": decision}) == "refused: no such class; ask again in 2.0 s"

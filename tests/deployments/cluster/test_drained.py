@@ -82,6 +82,7 @@ async def test_a_drain_outlives_the_session_manager(cluster: InProcess) -> None:
 
 async def test_the_last_of_its_kind_and_a_replica_that_is_not_there_are_refused(launch: Launch) -> None:
     strict = config()
+    assert strict.prefill is not None
     strict = strict.model_copy(update={"prefill": strict.prefill.model_copy(update={"strict": True})})
     cluster = await launch(strict, [PREFILL, SMALL])
     last = await cluster.manager.ask(Drain(SMALL))

@@ -105,7 +105,8 @@ def salted(namespace: str | None, cache_salt: str | None = None) -> str | None:
     request = plain()
     request.cache_salt = cache_salt
     keep_apart(request, RequestContext("r", namespace=namespace))
-    return request.cache_salt
+    found: str | None = request.cache_salt
+    return found
 
 
 def test_requests_of_two_keys_have_salts_that_neither_can_choose() -> None:

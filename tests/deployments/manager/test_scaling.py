@@ -134,10 +134,8 @@ async def test_a_restarted_manager_does_not_listen_for_ever(sizes: Mapping[str, 
 async def test_a_request_waits_for_the_first_replica_until_its_start_is_given_up() -> None:
     fleet = Fleet(least=0, start_timeout_s=100.0)
     fleet.now_s, room = LISTEN_S, fleet.manager._allocator.room
-    fleet.script.targets = {"prefill": 0, "decode-main": 0}
-    fleet.scaling.think(None)
-    assert room.keep_until_s == 0.0, "none is started"
-    fleet.script.targets["decode-main"] = 1
+    assert room.keep_until_s == 0.0
+    fleet.script.targets = {"prefill": 0, "decode-main": 1}
     fleet.scaling.think(None)
     fleet.now_s += 5.0
     fleet.scaling.think(None)

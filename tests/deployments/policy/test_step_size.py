@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from deployments.policy.step_size import (
     LEAST_SHARE,
-    MOST_SHARE,
     STEADY,
     allowed_step_s,
     prompt_budget,
     share_of_one,
-    share_of_prompts,
 )
 from deployments.step_cost import Coefficients
 
@@ -47,13 +45,6 @@ def test_beside_answers_without_an_objective_prompts_get_their_share_of_a_step()
     tokens, decoding_s = budget(objectives=(0.0,)), step_s(0)
     assert (step_s(tokens) - decoding_s) / step_s(tokens) == pytest.approx(0.75, abs=0.01)
     assert allowed_step_s(0.0, decoding_s, 0.75) == pytest.approx(4 * decoding_s)
-
-
-def test_the_more_prompts_there_are_the_more_of_a_step_they_get_up_to_a_bound() -> None:
-    assert share_of_prompts(0.75, 0) == share_of_prompts(0.75, 1) == pytest.approx(0.75)
-    assert share_of_prompts(0.75, 2) == pytest.approx(6 / 7), "three times what the answers get, for each prompt"
-    assert share_of_prompts(0.75, 16) == MOST_SHARE
-    assert share_of_prompts(0.95, 16) == 0.95, "never less than the configuration says"
 
 
 def test_an_answer_whose_kv_is_coming_counts_before_it_runs() -> None:

@@ -222,7 +222,7 @@ def test_beside_an_answer_a_long_prompt_and_a_shorter_one_behind_it_have_half_ea
     core.step()
     core.add("next", tokens(100)[3:])
     for _ in range(3):
-        assert core.step() == {"answer": 1, "long": 20, "next": 20}, "with a second prompt they get twice as much"
+        assert core.step() == {"answer": 1, "long": 10, "next": 10}, "the share is that of both"
 
 
 def test_the_tightest_objective_of_the_answers_counts(core: Core) -> None:

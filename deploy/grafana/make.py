@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement
+from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, StackingMode
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableRefresh
 
 FILE = Path(__file__).with_name("baton.json")
@@ -19,12 +19,13 @@ RATE = "[$__rate_interval]"
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One graph. `queries`: expressions with their legends. `unit`: as Grafana names it."""
+    """One graph. `queries`: expressions with their legends. `unit`: as Grafana names it. `stacked`: lines add up."""
 
     title: str
     unit: str
     queries: tuple[tuple[str, str], ...]
     about: str
+    stacked: bool = False
 
 
 def percentiles(metric: str) -> tuple[tuple[str, str], ...]:
@@ -103,6 +104,50 @@ ROWS: dict[str, tuple[Graph, ...]] = {
             ),
             "Time that requests wait, are prefilled and are decoded.",
         ),
+        Graph(
+            "Time to first token by its parts, on average",
+            "s",
+            (
+                (
+                    f"sum by (part) (rate(ray_baton_ttft_seconds_total{{{MODEL}}}{RATE})) / on () group_left () "
+                    f"sum(rate(ray_vllm_time_to_first_token_seconds_count{{{MODEL}}}{RATE}))",
+                    "{{part}}",
+                ),
+            ),
+            "The parts add up to the whole.",
+            stacked=True,
+        ),
+    ),
+    "Handoffs": (
+        Graph(
+            "Handoffs by outcome",
+            "ops",
+            (
+                (
+                    f"sum by (pool, outcome) (rate(ray_baton_handoffs_total{{{MODEL}}}{RATE}))",
+                    "{{pool}} {{outcome}}",
+                ),
+            ),
+            "Prefill has landed ones and failed ones, decode received ones and broken ones.",
+        ),
+        Graph(
+            "Gap of the handoff",
+            "s",
+            percentiles("ray_baton_handoff_gap_seconds"),
+            "From the first token of a split answer to the second one, which is decode's first.",
+        ),
+        Graph(
+            "KV that was written while its prompt was computed",
+            "percentunit",
+            (
+                (
+                    f'sum by (pool) (rate(ray_baton_handoff_bytes_total{{when="during_prefill", {MODEL}}}{RATE}))'
+                    f" / sum by (pool) (rate(ray_baton_handoff_bytes_total{{{MODEL}}}{RATE}))",
+                    "{{pool}}",
+                ),
+            ),
+            "The share of KV bytes whose transfer the prefill hides.",
+        ),
     ),
     "Work": (
         Graph(
@@ -122,6 +167,12 @@ ROWS: dict[str, tuple[Graph, ...]] = {
                 (f"sum(ray_vllm_num_requests_waiting{{{MODEL}}})", "waiting"),
             ),
             "Over all engines.",
+        ),
+        Graph(
+            "Requests that wait for a place, by class",
+            "short",
+            ((f"sum by (class) (ray_baton_sessions_queued{{{MODEL}}})", "{{class}}"),),
+            "In the session manager, before they are on any replica.",
         ),
         Graph(
             "Sessions on each replica",
@@ -198,6 +249,8 @@ def panel(graph: Graph) -> timeseries.Panel:
         .datasource(SOURCE)
         .legend(legend.display_mode(LegendDisplayMode.LIST))
     )
+    if graph.stacked:
+        built.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(30)
     for number, (expression, name) in enumerate(graph.queries):
         built.with_target(prometheus.Dataquery().expr(expression).legend_format(name).ref_id(chr(ord("A") + number)))
     return built

@@ -47,7 +47,8 @@ class ManagerMeter:
         for outcome, count in counts.outcomes.items():
             value(names.CLOSED, outcome=outcome).set(count)
         value(names.OPEN).set(len(allocator.fleet.promises()))
-        value(names.QUEUED).set(len(allocator.room))
+        for name, waiting in allocator.room.queued().items():
+            value(names.QUEUED, **{"class": name}).set(waiting)
         value(names.BREAKERS).set(len(allocator.breakers.shut(now_s)))
         calibration = allocator.predictors.lengths.calibration()
         for quantile, name in COVERAGE.items():

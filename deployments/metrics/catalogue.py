@@ -107,6 +107,9 @@ TOKENS_DONE = _replica(
 HANDOFFS = _replica(
     "baton_handoffs", "Handoffs: `landed`, `failed` on prefill; `received`, `broken` on decode.", labels="pool outcome"
 )
+HANDOFF_BYTES = _replica(
+    "baton_handoff_bytes", "KV bytes written to decode: `during_prefill`, `after_prefill`.", labels="pool when"
+)
 BAD_MESSAGES = _replica("baton_bad_messages", "Messages between replicas that were wrong.", labels="pool kind")
 
 # ---- the session manager
@@ -115,7 +118,7 @@ PLACEMENTS = _manager("baton_placements", "Placements by policy, mode and reason
 REFUSALS = _manager("baton_refusals", "Sessions refused, by code.", labels="code")
 CLOSED = _manager("baton_placements_closed", "Placements that ended, by outcome.", labels="outcome")
 OPEN = _manager("baton_sessions_open", "Sessions that are placed.", Kind.GAUGE)
-QUEUED = _manager("baton_sessions_queued", "Sessions that wait for a place.", Kind.GAUGE)
+QUEUED = _manager("baton_sessions_queued", "Sessions that wait for a place.", Kind.GAUGE, "class")
 PROMISED = _manager("baton_promised_blocks", "KV blocks promised to sessions.", Kind.GAUGE, "pool")
 USED = _manager("baton_used_blocks", "KV blocks in use, as replicas report them.", Kind.GAUGE, "pool")
 TOTAL = _manager("baton_total_blocks", "KV blocks there are.", Kind.GAUGE, "pool")

@@ -79,6 +79,9 @@ class ReplicaMeter:
             value(names.TOKENS_DONE, kind=kind).set(totals.get(f"{kind}_tokens", 0.0))
         for outcome in _HANDOFFS:
             value(names.HANDOFFS, outcome=outcome).set(totals.get(f"handoffs_{outcome}", 0.0))
+        overlapped = totals.get("bytes_overlapped", 0.0)
+        value(names.HANDOFF_BYTES, when="during_prefill").set(overlapped)
+        value(names.HANDOFF_BYTES, when="after_prefill").set(totals.get("bytes_written", 0.0) - overlapped)
         for kind, name in _BAD.items():
             value(names.BAD_MESSAGES, kind=kind).set(totals.get(name, 0.0))
         for metric, name in ((names.NIXL_TIME, "write_s"), (names.NIXL_BYTES, "bytes_written")):

@@ -8,28 +8,15 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from deploy.grafana.make import FILE, ROWS, whole
+from deployments.metrics.catalogue import METRICS
+from tests.metrics_asked import ALERTS, NO_MEANING, NONE_OF_IT, ROOT, filled, measured, questions, rules, shown
 
-ROOT = Path(__file__).resolve().parents[2]
-ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 TRIED = ALERTS.with_name("alerts_test.yaml")
-
-
-def rules() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
-    return found
-
-
-def shown() -> list[str]:
-    """The expressions of the dashboard as Grafana sends them, with its variables set."""
-    panels = json.loads(FILE.read_text())["panels"]
-    expressions = [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    return [each.replace("$__rate_interval", "5m").replace("$model", ".*") for each in expressions]
 
 
 def package(name: str) -> Path:
@@ -41,8 +28,8 @@ def package(name: str) -> Path:
 
 
 def names_that_there_are() -> set[str]:
-    """Metrics of our documentation, of vLLM's sources, and those that Ray's own dashboards ask for."""
-    ours = set(re.findall(r"`(ray_baton_\w+)`", (ROOT / "docs/reference/metrics.md").read_text()))
+    """Metrics of our list, of vLLM's sources, and those that Ray's own dashboards ask for."""
+    ours = {name for metric in METRICS for name in metric.shown}
     vllm = re.findall(r'name\s*=\s*"vllm:(\w+)"', (package("vllm") / "v1/metrics/loggers.py").read_text())
     folder = package("ray") / "dashboard/modules/metrics/dashboards"
     rays = {name for file in folder.glob("*.py") for name in re.findall(r"ray_serve_\w+", file.read_text())}
@@ -74,7 +61,7 @@ def test_the_dashboard_has_every_graph_and_no_panel_over_another() -> None:
 
 def test_every_expression_is_of_metrics_that_there_are() -> None:
     known = names_that_there_are()
-    for expression in [*shown(), *(rule["expr"] for rule in rules())]:
+    for expression in [*shown(FILE.read_text()), *(rule["expr"] for rule in rules())]:
         asked = set(re.findall(r"\bray_\w+", expression))
         assert asked
         assert sorted(asked - known) == []
@@ -91,12 +78,27 @@ def test_every_alert_has_its_line_in_the_guide_and_fires_in_a_test() -> None:
         assert rule["annotations"]["runbook"] == f"docs/guides/alerts.md#{rule['alert'].lower()}"
 
 
+def test_no_variable_is_left_in_an_expression_and_every_exception_is_of_one() -> None:
+    asked = [each for expressions in questions("a-model").values() for each in expressions]
+    assert len(asked) > 100
+    assert [each for each in asked if re.search(r"\$[a-z_]|{{", each)] == []
+    exceptions = {**NO_MEANING, **NONE_OF_IT}
+    assert [part for part in exceptions if not any(re.search(part, each) for each in asked)] == []
+
+
+def test_what_an_alert_measures_is_its_expression_without_the_number() -> None:
+    assert measured("absent(a)") == "a"
+    assert measured("sum(a) > 0\nand on () sum(rate(b[5m])) == 0\n") == "sum(a) > 0\nand on () sum(rate(b[5m]))"
+    assert measured("a / b > 0.05") == "a / b"
+
+
 @pytest.mark.slow
 def test_promtool_takes_every_expression_and_every_alert_fires(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; Debian has it in the package prometheus")
-    recorded = [{"record": f"graph_{number}", "expr": each} for number, each in enumerate(shown())]
+    expressions = [filled(each) for each in shown(FILE.read_text())]
+    recorded = [{"record": f"graph_{number}", "expr": each} for number, each in enumerate(expressions)]
     graphs = tmp_path / "graphs.yaml"
     graphs.write_text(yaml.safe_dump({"groups": [{"name": "graphs", "rules": recorded}]}))
     for command in (["check", "rules", str(ALERTS), str(graphs)], ["test", "rules", str(TRIED)]):

@@ -16,6 +16,7 @@ COUNTERS = (
     "writes",
     "blocks_written",
     "bytes_written",
+    "bytes_overlapped",  # of these, before their prompt's prefill was over
     "write_s",
     "handoffs_landed",
     "handoffs_failed",

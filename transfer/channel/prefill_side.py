@@ -253,7 +253,10 @@ class PrefillSide:
 
     def _written(self, job: Job, ok: bool) -> None:
         key, rank = job.handoff
-        self._carry_out(key, rank, self._handoffs[key].readers[rank].machine.write_done(ok))
+        machine = self._handoffs[key].readers[rank].machine
+        if ok and not machine.is_computed:
+            self._outbox.counts["bytes_overlapped"] += job.size
+        self._carry_out(key, rank, machine.write_done(ok))
         self._end_if_over(key)
 
     def _answer(self, reader: Reader, message: control.AnyMessage) -> None:

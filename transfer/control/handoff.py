@@ -242,6 +242,11 @@ class Writer:
         """Whether this handoff can have no further effect."""
         return self.released
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether every layer of the whole prompt is computed: its prefill is over."""
+        return bool(self.prompt) and min(self.computed) >= self.prompt
+
     def _fence(self, reason: str) -> None:
         self.state, self.reason = WriterState.FENCING, reason
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import random
 
-from configs.schema import BatonConfig, MockEngineConfig, PoolConfig, ScalingConfig
+from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig, ScalingConfig
 from deployments.manager.meter import ManagerMeter
 from deployments.manager.scaling import Scaling
 from deployments.manager.status import Counts
-from deployments.messages import Admit, Mode, Phase, Placement, Reject, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.messages import (
+    Admit,
+    Mode,
+    Phase,
+    Placement,
+    Reject,
+    ReplicaInfo,
+    ReplicaSnapshot,
+    Role,
+    SessionRequest,
+)
 from deployments.metrics.registry import Registry
 from deployments.policy.allocator import Allocator
 from deployments.policy.scaling.reasons import Reason
 
+CLASSES = PlacementConfig(classes={"hurried": ClassConfig(), "patient": ClassConfig()}, default_class="hurried")
 DECODE = ReplicaInfo("d0", "decode-main", Role.DECODE, "node", "engine", 16, 100, 8, 1000)
 
 
@@ -22,7 +33,7 @@ def placed(session_id: str, reason: str) -> Admit:
 
 async def test_promises_stand_beside_use_and_decisions_are_counted_once() -> None:
     pool = PoolConfig(engine=MockEngineConfig(block_size=16))
-    allocator = Allocator(BatonConfig(prefill=pool, decode={"main": pool}), random.Random(1))
+    allocator = Allocator(BatonConfig(prefill=pool, decode={"main": pool}, placement=CLASSES), random.Random(1))
     allocator.report(ReplicaSnapshot("d0", 1, Phase.READY, DECODE, used_blocks=3), 0.0)
     counts, registry = Counts(), Registry(model_name="m", policy="joint")
     for decision in (placed("a", "short prompt"), placed("b", "KV blocks are short: 9 needed, at most 3 free")):
@@ -31,6 +42,7 @@ async def test_promises_stand_beside_use_and_decisions_are_counted_once() -> Non
     counts.decided(Reject("full", 1.0, code="queue_full"))
     counts.closed("length", 4)
     allocator.lost("d1", 0.0)
+    allocator.room.enter(SessionRequest("c", 10, 1, (Mode.DECODE_LOCAL,), priority="patient"), 0.0)
     meter = ManagerMeter(registry, allocator, counts, None, lambda: 0.0)
     for _ in range(2):
         await meter.collect()
@@ -46,7 +58,8 @@ async def test_promises_stand_beside_use_and_decisions_are_counted_once() -> Non
         ("baton_refusals", "queue_full"): 1,
         ("baton_placements_closed", "length"): 4,
         ("baton_sessions_open",): 2,
-        ("baton_sessions_queued",): 0,
+        ("baton_sessions_queued", "hurried"): 0,
+        ("baton_sessions_queued", "patient"): 1,
         ("baton_breakers_open",): 1,
     }
     assert {key: found.get(key) for key in expected} == expected

@@ -18,6 +18,7 @@ class Replica:
             "handoffs_landed": 4.0,
             "write_s": 0.5,
             "bytes_written": 2e6,
+            "bytes_overlapped": 1.5e6,
             "writes": 8.0,
         }
 
@@ -40,6 +41,8 @@ async def test_a_replicas_figures_become_metrics() -> None:
         ("vllm_nixl_xfer_time_seconds_count",): 8,
         ("vllm_nixl_bytes_transferred_sum",): 2e6,
         ("baton_handoffs", "landed"): 4,
+        ("baton_handoff_bytes", "during_prefill"): 1.5e6,
+        ("baton_handoff_bytes", "after_prefill"): 0.5e6,
         ("baton_sessions_running",): 2,
         ("baton_sessions_ended",): 7,
     }

@@ -76,6 +76,28 @@ def test_what_is_offered_and_computed_in_any_order_lands(prefill: Any, decode: A
     decode.wait_idle()
 
 
+def test_bytes_that_land_while_the_prompt_is_computed_are_counted_apart(prefill: Any, decode: Any) -> None:
+    offer(decode, prefill)
+    prefill.save(KEY, "p", 7, PROMPT, SOURCE)
+    prefill.wait_counter("writes", prefill.layers)
+    first = prefill.counter("bytes_written")
+    assert prefill.counter("bytes_overlapped") == first > 0
+    prefill.save(KEY, "p", PROMPT, PROMPT, SOURCE)
+    assert decode.wait("received", "d") is None
+    whole = prefill.counter("bytes_written")
+    assert whole == prefill.layout.kv_bytes(3)
+    assert first <= prefill.counter("bytes_overlapped") < whole, "the last layer is written when all is computed"
+
+
+def test_bytes_of_a_prompt_that_is_computed_already_are_not_overlapped(prefill: Any, decode: Any) -> None:
+    prefill.save(KEY, "p", PROMPT, PROMPT, SOURCE)
+    prefill.barrier()
+    offer(decode, prefill)
+    assert decode.wait("received", "d") is None
+    assert prefill.counter("bytes_written") == prefill.layout.kv_bytes(3)
+    assert prefill.counter("bytes_overlapped") == 0
+
+
 def test_blocks_are_held_until_the_offer_comes_and_no_longer(prefill: Any, decode: Any) -> None:
     prefill.save(KEY, "p", PROMPT, PROMPT, SOURCE)
     prefill.channel.ended(KEY, "p", True)

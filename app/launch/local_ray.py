@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app.launch.current_cluster import clear_ended_cluster
+from app.launch.guard import Guard
 from app.launch.ports import RayPorts, free_port, is_loopback
-from app.launch.ray_guard import RayGuard
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -59,7 +59,7 @@ class LocalRay:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         clear_ended_cluster()  # of a Ray that was killed together with its guard
         mark = uuid.uuid4().hex
-        self._guard = RayGuard(f"{_MARK}={mark}")
+        self._guard = Guard(f"{_MARK}={mark}")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -69,7 +69,7 @@ class LocalRay:
                 stderr=subprocess.STDOUT,
                 env={**head_environment(ports.host, environment), _MARK: mark},
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self.log = log
 
@@ -166,7 +166,8 @@ def head_environment(host: str, environment: Mapping[str, str]) -> dict[str, str
     return variables | LOOPBACK_ONLY if is_loopback(host) else variables
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For a new process: it gets SIGTERM when the thread that started it ends in any way."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

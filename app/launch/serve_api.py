@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+_APPLICATIONS = "/api/serve/applications/"
 _FAILED = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
 DEPLOY_TRIES = 3
@@ -88,6 +89,10 @@ class ServeApi:
             raise ServeApiError(f"Ray's dashboard answers {status}: Ray's token authentication is on here")
         return status == httpx.codes.OK
 
+    def session(self) -> str:
+        """The name of Ray's session, which is a folder of its temporary files."""
+        return str(self._request("GET", "/api/ray/version", timeout_s=20.0).json()["session_name"])
+
     def serves(self) -> bool:
         """Whether the dashboard's Serve module answers as well, which it does once Ray has started."""
         try:
@@ -140,9 +145,11 @@ class ServeApi:
         """Shut Serve down. Returns when its replicas are gone."""
         self._request("DELETE", timeout_s=timeout_s)
 
-    def _request(self, method: str, *, timeout_s: float, json: Mapping[str, Any] | None = None) -> httpx.Response:
+    def _request(
+        self, method: str, path: str = _APPLICATIONS, *, timeout_s: float, json: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
         try:
-            response = self._http.request(method, "/api/serve/applications/", json=json, timeout=timeout_s)
+            response = self._http.request(method, path, json=json, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise ServeApiError(f"Ray's dashboard did not answer {method}: {error!r}") from error
         if response.is_error:

@@ -137,11 +137,12 @@ def test_the_key_is_sent_in_the_header_that_the_ingress_reads(monkeypatch: pytes
 
 
 def test_serve_hands_its_options_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.launch.launcher import parse_arguments
+    from app.launch.arguments import parse_arguments
 
     given: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(main, "_become", lambda module, arguments: given.append((module, arguments)))
     options = ["--port", "81", "--proxy", "serve", "--ray-port", "82", "--num-cpus", "3", "--timeout-s", "4"]
+    options += ["--observe", "--prometheus-port", "83"]
     assert CliRunner().invoke(main.app, ["serve", "a.yaml", *options]).exit_code == 0
     module, arguments = given[0]
     assert module == "app.launch"

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from app.launch import launcher as launch
-from app.launch.config import (
-    LaunchError,
-)
+from app.launch.arguments import parse_arguments
+from app.launch.config import LaunchError
 from app.launch.ports import RayPorts, free_port, port_answers, port_is_free
 from app.launch.serve_api import ServeApi
 
@@ -79,7 +78,7 @@ def test_a_ray_that_ends_while_it_starts_is_started_again(
     monkeypatch.setattr(launch, "LocalRay", kind)
     monkeypatch.setattr(ServeApi, "answers", lambda api: True)
     monkeypatch.setattr(ServeApi, "serves", lambda api: len(kind.logs) > deaths)
-    launcher = launch.Launcher(launch.parse_arguments([]))
+    launcher = launch.Launcher(parse_arguments([]))
     with launcher._exit:
         if deaths == 3:
             with pytest.raises(LaunchError, match=r"did not start in 3 tries; .*-ray-3\.log ends with\nwhy it ended"):
@@ -92,6 +91,6 @@ def test_a_ray_that_ends_while_it_starts_is_started_again(
 
 def test_without_haproxy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
-    launcher = launch.Launcher(launch.parse_arguments([]))
+    launcher = launch.Launcher(parse_arguments([]))
     with launcher._exit, pytest.raises(LaunchError, match=r"no HAProxy: .*/nowhere/haproxy"):
         launcher._start_ray(1)

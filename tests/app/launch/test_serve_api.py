@@ -39,6 +39,14 @@ def test_progress_of_a_failure_holds_the_whole_message_and_shows_its_last_line()
     assert failed.message == "prefill: Traceback\nValueError: no"
 
 
+def test_the_session_is_named_by_the_dashboard() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/api/ray/version"
+        return httpx.Response(200, json={"session_name": "session_1"})
+
+    assert ServeApi("http://dashboard", transport=httpx.MockTransport(answer)).session() == "session_1"
+
+
 def test_progress_before_anything_is_deployed() -> None:
     assert progress({"applications": {}}, "baton").status == "NOT_STARTED"
 

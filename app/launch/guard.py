@@ -1,18 +1,20 @@
-"""The guard of a Ray that the launcher starts: it clears everything away, also when the launcher is killed.
+"""The guard of what the launcher starts: it clears everything away, also when the launcher is killed.
 
-`python -m app.launch.ray_guard NAME=VALUE`: every process of that Ray has this variable in its environment. The guard
+`python -m app.launch.guard NAME=VALUE [FOLDER]`: every guarded process has this variable in its environment. The guard
 reads stdin, a pipe, which ends when its writer ends in any way. Then the guard waits for those processes to end, kills
-what is left of them, and removes Ray's file that names their cluster.
+what is left of them, removes the folder, and Ray's file that names a cluster which has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from app.launch.current_cluster import clear_ended_cluster
 from deployments.host.processes import marked
@@ -20,12 +22,12 @@ from deployments.host.processes import marked
 END_TIMEOUT_S, KILL_TIMEOUT_S = 20.0, 5.0
 
 
-class RayGuard:
+class Guard:
     """A guard in a process and a session of its own: a Ctrl-C in the terminal does not reach it."""
 
-    def __init__(self, mark: str) -> None:
-        """`mark`: the NAME=VALUE that the environment of every guarded process has."""
-        command = [sys.executable, "-m", "app.launch.ray_guard", mark]
+    def __init__(self, mark: str, folder: Path | None = None) -> None:
+        """`mark`: the NAME=VALUE that the environment of every guarded process has. `folder`: goes away with them."""
+        command = [sys.executable, "-m", "app.launch.guard", mark, *([] if folder is None else [str(folder)])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     @property
@@ -41,7 +43,7 @@ class RayGuard:
             self._process.wait(END_TIMEOUT_S + 2 * KILL_TIMEOUT_S)
 
 
-def main(mark: str) -> None:
+def main(mark: str, folder: str | None = None) -> None:
     """Wait for the end of stdin, then clear away what is left."""
     sys.stdin.read()
     _wait_until_gone(mark, END_TIMEOUT_S)
@@ -49,6 +51,8 @@ def main(mark: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     _wait_until_gone(mark, KILL_TIMEOUT_S)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     clear_ended_cluster()
 
 
@@ -59,4 +63,4 @@ def _wait_until_gone(mark: str, timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

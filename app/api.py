@@ -34,7 +34,6 @@ from app.errors import (
 from app.explain import EXPLAIN, check_method, explained_scope
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.large_bodies import LargeBodies
-from app.live.feed import Feed
 from app.live.page import Page
 from app.pace import Pace, PacedSend
 from app.request_identity import address_of, client_of, request_context
@@ -55,7 +54,7 @@ class Gateway:
 
     `echo_request_id`: False where the proxy in front answers with the header itself, as Serve's does.
     `observe` is called with every request that reached the inner application, and its status.
-    `feed`: what the live page shows; None: there is no such page.
+    `page`: the live page; None: there is none.
     `max_queued_requests`: how many may wait for a place; 0: any number. `gate`: None where no request needs an API key.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
@@ -69,7 +68,7 @@ class Gateway:
         observe: Callable[[RequestContext, int], None] = lambda context, status: None,
         timings: Timings = TIMINGS,
         max_queued_requests: int = 0,
-        feed: Feed | None = None,
+        page: Page | None = None,
         gate: Gate | None = None,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
@@ -81,7 +80,7 @@ class Gateway:
         self._timings = timings
         self._bounds, self._pace = Bounds(config, max_queued_requests), Pace(config.refusals_per_s)
         self._large = LargeBodies()
-        self._page = None if feed is None else Page(feed)
+        self._page = page
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +101,7 @@ class Gateway:
                 entry.key, scope = key.name, {**scope, KEY: key}
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         get = scope["method"] in ("GET", "HEAD")
-        if get and self._page is not None and (shown := self._page.at(path)) is not None:
+        if get and self._page is not None and (shown := await self._page.at(path)) is not None:
             entry.write(shown.status_code)
             await shown(scope, receive, send)
             return

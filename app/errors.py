@@ -99,6 +99,10 @@ class BadExplainRequest(RequestError):
     """What is to be explained is no request of a route that can be explained."""
 
 
+class SessionNotFound(RequestError):
+    """No ingress has a timeline of that request or session, or has it no more."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of the table. `code` and `retry_after_s` (seconds) are used where the exception has none of its own.
@@ -146,6 +150,7 @@ TABLE: dict[type[Exception], Row] = {
     TooManyValues: Row(400, "invalid_request_error", "too_many_values"),
     StoredResponsesOff: Row(400, "invalid_request_error", "stored_responses_off"),
     ResponseNotFound: Row(404, "not_found_error", "response_not_found"),
+    SessionNotFound: Row(404, "not_found_error", "session_not_found"),
     BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),
     BadExplainRequest: Row(400, "invalid_request_error", "bad_explain_request"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
@@ -17,9 +18,12 @@ from app.background import Runs
 from app.held_response import ASGIApp
 from app.live.feed import Feed
 from app.live.latencies import Latencies, follow
+from app.live.page import Page
+from app.live.sessions import Sessions
 from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig
 from deployments.cluster.request_context import RequestContext
+from deployments.cluster.timeline import Timelines
 from deployments.engine.build import checkpoint
 from deployments.errors import Unavailable
 from deployments.host.garbage import starting
@@ -31,7 +35,7 @@ from deployments.metrics.catalogue import REQUESTS
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
 from deployments.serve.metrics import publish, registry_of
-from deployments.serve.ports import Pools, manager_client
+from deployments.serve.ports import Pools, ask_all, manager_client
 from deployments.serve.stored import StoreClient
 
 if TYPE_CHECKING:
@@ -84,6 +88,7 @@ class Ingress:
         self._client, self._control = (manager_client(self._manager_handle, self._config) for _ in range(2))
         self._manager = StandIn(self._client, self._config, control=self._control)
         links = Links(self._pools.find, cluster_secret(self._config), placement.ingress_lease_s)
+        timelines = Timelines(self._config.ingress.timelines)
         core = ClusterCore(
             self._manager,
             links,
@@ -92,6 +97,7 @@ class Ingress:
             Limits(placement.max_attempts),
             handoff,
             meter=None if self._metrics is None else Meter(self._metrics),
+            timelines=timelines,
         )
         self._llm, server = await build_server(self._config, checkpoint(self._config), core, self._stored())
         self._adapters = await serve_adapters(server, self._config, self._manager)
@@ -103,6 +109,7 @@ class Ingress:
         if latencies is not None:
             self._tasks.own(follow(latencies), "latencies")
         self._feed = Feed(self._manager, latencies, self._config.model.name)
+        self._sessions = Sessions(timelines, self._pools.spans, partial(ask_all, "ingress", "timelines"))
         # Serve's proxy answers with the request id itself.
         gateway = Gateway(
             server,
@@ -111,7 +118,7 @@ class Ingress:
             echo_request_id=False,
             observe=self._count,
             max_queued_requests=placement.max_queued_requests,
-            feed=self._feed,
+            page=Page(self._feed, self._sessions),
             gate=None if keys is None else Gate(keys, self._config.ingress.admin_key),
         )
         gateway.counters["without_manager"] = self._manager.counters
@@ -144,6 +151,10 @@ class Ingress:
         if self._metrics is not None:
             labels = {"mode": ",".join(sorted(context.modes)), "rule": ",".join(sorted(context.rules))}
             self._metrics.value(REQUESTS, status=str(status), **labels).add()
+
+    async def timelines(self, name: str) -> dict[str, Any] | None:
+        """What this ingress has of a request, or of a session; another ingress asks. See `Sessions.here`."""
+        return await self._sessions.here(name)
 
     def check_health(self) -> None:
         """Serve calls this, and replaces the process when this raises."""

@@ -58,7 +58,7 @@ _OWN = {
         "The session manager does not answer.",
     ),
 }
-# The live page and its events (`app/live`) are for people, and are not part of the document.
+# The live page, its events and the timelines (`app/live`) are for people, and are not part of the document.
 _STORED = {
     "/v1/responses/{response_id}": {
         "get": "Retrieve a stored response, or follow its events with `stream=true`",

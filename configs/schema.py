@@ -376,6 +376,8 @@ class IngressConfig(Section):
     """The longest answer in tokens of a chat, message or response request that says none; null: the model's length."""
     drain_s: float = Field(60.0, gt=0)
     """Seconds that a stopping ingress has to end its answers; those that take longer end with an error."""
+    timelines: int = Field(512, ge=0)
+    """Ended sessions whose timelines each ingress keeps, the newest, for `/status`."""
     access_log: bool = True
     """One JSON line for each request, on the standard output of its ingress."""
     stored_responses: StoredResponsesConfig | None = None

@@ -28,6 +28,14 @@ def fetch_status(url: str, transport: httpx.BaseTransport | None = None) -> dict
     return found
 
 
+def fetch_timelines(url: str, name: str, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
+    """What `/status/sessions/NAME` says. `name`: a request's id, or a session's. Raises CliError."""
+    found = _ask(url, "GET", f"/status/sessions/{quote(name, safe='')}", transport)
+    if not isinstance(found.get("sessions"), list):
+        raise CliError(f"{url} answers without any session: it is not a Baton")
+    return found
+
+
 def fetch_explanation(
     url: str, body: Mapping[str, Any], priority: str = "", transport: httpx.BaseTransport | None = None
 ) -> dict[str, Any]:

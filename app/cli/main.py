@@ -62,18 +62,28 @@ def serve(
 @app.command()
 def status(url: Url = HERE, as_json: Json = False) -> None:
     """Show the state of a running Baton."""
+    from app.cli.client import fetch_status
     from app.cli.tables import status_text
 
-    state = _state(url)
+    state = _or_fail(lambda: fetch_status(url))
     typer.echo(json.dumps(state) if as_json else status_text(state))
 
 
 @app.command()
-def sessions(url: Url = HERE, as_json: Json = False) -> None:
-    """List the sessions of a running Baton."""
-    from app.cli.tables import session_rows, sessions_text
+def sessions(
+    request_id: Annotated[str | None, typer.Argument(help="show when this request did what")] = None,
+    url: Url = HERE,
+    as_json: Json = False,
+) -> None:
+    """List the sessions of a running Baton, or show the timeline of one request's."""
+    from app.cli.client import fetch_status, fetch_timelines
+    from app.cli.tables import session_rows, sessions_text, timelines_text
 
-    rows = session_rows(_state(url))
+    if request_id is not None:
+        found = _or_fail(lambda: fetch_timelines(url, request_id))
+        typer.echo(json.dumps(found) if as_json else timelines_text(found))
+        return
+    rows = session_rows(_or_fail(lambda: fetch_status(url)))
     typer.echo(json.dumps({"sessions": rows}) if as_json else sessions_text(rows))
 
 

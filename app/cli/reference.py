@@ -22,7 +22,8 @@ _HEAD = """# Console command
 fails says why in one line on stderr: its exit status is 1, and 2 for a wrong option. This page is what `--help`
 prints (`python -m app.cli.reference --write`).
 
-`status`, `sessions`, `drain` and `explain` ask a running Baton ([HTTP API](http-api.md)). The administrator's
+`status`, `sessions`, `drain` and `explain` ask a running Baton ([HTTP API](http-api.md)). `sessions REQUEST_ID` says
+[when the request did what](../guides/observe.md#one-sessions-timeline). The administrator's
 key in the variable `BATON_ADMIN_KEY` is sent as the header `x-baton-admin-key`. No command shows the text of a prompt
 or an answer. What `explain` and `drain` print is in [Operate](../guides/operate.md).
 """

@@ -61,6 +61,32 @@ def sessions_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(aligned([head, *(tuple("-" if each is None else str(each) for each in r.values()) for r in rows)]))
 
 
+def timelines_text(found: Mapping[str, Any]) -> str:
+    """When each session of a request did what, from `/status/sessions/ID`."""
+    lines: list[str] = []
+    for each in found["sessions"]:
+        how = each["outcome"] or "runs"
+        tokens = f"{each['prompt_tokens']} prompt tokens, {each['output_tokens']} given"
+        head = ("WHAT", "WHERE", "BEGAN MS", "TOOK MS", "NOTE")
+        rows = [
+            (step["what"], step["where"], _ms(step["from_s"]), _took(step), step["note"] or "")
+            for step in each["spans"]
+        ]
+        error = f": {each['error']}" if each["error"] else ""
+        lines += [f"{each['session_id']}: {how}{error}; {tokens}", *aligned([head, *rows]), ""]
+    if found["silent"]:
+        lines.append(f"no word from {', '.join(found['silent'])}, so their part is missing")
+    return "\n".join(lines).rstrip()
+
+
+def _took(step: Mapping[str, Any]) -> str:
+    return "goes on" if step["to_s"] is None else _ms(step["to_s"] - step["from_s"])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

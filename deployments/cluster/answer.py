@@ -16,8 +16,9 @@ from deployments.cluster.batch import Batch
 from deployments.cluster.engine_request import Remainder, digest, is_seeded, remainder, session_request, traits
 from deployments.cluster.meter import SessionMeter
 from deployments.cluster.request_context import RequestContext
+from deployments.cluster.timeline import Timeline
 from deployments.errors import SessionError
-from deployments.messages import Handoff, Mode, SessionRequest
+from deployments.messages import Handoff, Placement, Role, SessionRequest
 from deployments.policy.placement.split import continuation_rule
 
 logger = logging.getLogger("baton.core")
@@ -27,7 +28,7 @@ logger = logging.getLogger("baton.core")
 class Answer:
     """`context`: the HTTP request behind it, if there is one. `sent`: the tokens that the client has been given.
 
-    `meter`: measures it; None where nothing does.
+    `meter`, `timeline`: measure it, and note when it did what; None where nothing does.
     """
 
     request: EngineCoreRequest
@@ -35,6 +36,7 @@ class Answer:
     batch: Batch
     sent: list[int] = field(default_factory=list)
     meter: SessionMeter | None = None
+    timeline: Timeline | None = None
     _digest: int = 0
 
     def __post_init__(self) -> None:
@@ -58,8 +60,7 @@ class Answer:
         return continuation_rule(traits(self.request))
 
     @property
-    def has_stop_strings(self) -> bool:
-        """vLLM's frontend finds them, and then cancels the request."""
+    def _has_stop_strings(self) -> bool:
         params = self.request.sampling_params
         return params is not None and bool(params.stop)
 
@@ -74,10 +75,40 @@ class Answer:
         """What an attempt asks the session manager."""
         return session_request(left, self.context, handoff, block_size, self.session_id, self.digest)
 
-    def note_placement(self, mode: Mode, rule: str) -> None:
+    def placed(self, placement: Placement, rule: str) -> None:
+        """It has a place, the first one or another. `rule`: the rule that keeps it whole; "" for none."""
         if self.context is not None:
-            self.context.modes.add(mode)
+            self.context.modes.add(placement.mode)
             self.context.rules.update({rule} - {""})
+        if self.meter is not None:
+            self.meter.placed(placement, rule)
+        if self.timeline is not None:
+            self.timeline.placed(placement)
+
+    def took(self, role: Role, output: EngineCoreOutput, stamp_s: float) -> None:
+        """An output came that is not merely the next one. `stamp_s`: when, by the clock of its engine."""
+        if self.meter is not None:
+            self.meter.took(role, output.events, stamp_s)
+        if self.timeline is not None and output.new_token_ids:
+            self.timeline.took(role, output.events, stamp_s)
+
+    def again(self, cause: str, error: SessionError) -> None:
+        """It is placed again. `cause`: `move` or `loss`. `error`: why."""
+        if self.meter is not None:
+            self.meter.again(cause, error)
+        if self.timeline is not None:
+            self.timeline.again(cause, error)
+
+    def ended(self, mode: str, outcome: str) -> None:
+        """It is over. An answer that vLLM's frontend cancelled for a stop string has ended well."""
+        has_left = self.context is not None and self.context.left
+        if outcome == "cancelled" and self._has_stop_strings and not has_left:
+            outcome = "stop"
+        if self.meter is not None:
+            self.meter.ended(mode, outcome)
+        if self.timeline is not None:
+            error = self.context.error if self.context is not None and outcome == "failed" else None
+            self.timeline.ended(outcome, "" if error is None else str(error))
 
     def give(self, output: EngineCoreOutput, finish: bool) -> None:
         """Add an output to the batch. `finish`: whether its finish reason stands."""

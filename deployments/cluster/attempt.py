@@ -115,9 +115,7 @@ class Attempt:
         if decision is not None:
             self.placement = decision.placement
             self._roles = {replica.replica_id: role for role, replica in self._replicas()}
-            answer.note_placement(decision.placement.mode, request.rule)
-            if answer.meter is not None:
-                answer.meter.placed(decision.placement, request.rule)
+            answer.placed(decision.placement, request.rule)
 
     # ---- begin
 
@@ -195,8 +193,7 @@ class Attempt:
             output.prefill_stats = None  # its prompt holds tokens that the client was given as an answer
         elif role is Role.DECODE and self.placement.prefill is not None and output.prefill_stats is not None:
             output.prefill_stats = self._prefill_stats  # prefill's counts are the request's
-        if self._answer.meter is not None:
-            self._answer.meter.took(role, output.events, stamp_s)
+        self._answer.took(role, output, stamp_s)
         finish = None if output.finish_reason is None else FINISH[output.finish_reason]
         fault = (output.trace_headers or {}).get(FAULT, "")
         self._carry_out(self.session.output(role, output, finish, fault))

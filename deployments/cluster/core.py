@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from time import monotonic
 from types import SimpleNamespace
 
 from vllm.tasks import SupportedTask
@@ -28,6 +29,7 @@ from deployments.cluster.port import Replicas
 from deployments.cluster.recovery import Limits, Recovery
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.silence import SilenceWatch
+from deployments.cluster.timeline import Timeline, Timelines
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.errors import RequestFault, SessionError, TooManyParts
 from deployments.host.tasks import OwnTasks
@@ -43,7 +45,7 @@ class ClusterCore(EngineCoreClient):
 
     `session_timeout_s`: the longest life of one session. `block_size`: tokens per KV block, the same in all pools.
     `limits`: how often one session may be placed. `handoff`: how the engines of this application move a split session's
-    KV cache. `meter`: measures sessions; None: nothing does.
+    KV cache. `meter`: measures sessions; None: nothing does. `timelines`: keeps when each did what; None: nothing does.
     """
 
     engine_ranks_managed = (0,)
@@ -58,13 +60,14 @@ class ClusterCore(EngineCoreClient):
         handoff: Handoff = Handoff.PUSHED,
         timings: Timings = DEFAULT_TIMINGS,
         meter: Meter | None = None,
+        timelines: Timelines | None = None,
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._session_timeout_s, self._limits, self._timings = session_timeout_s, limits, timings
         self._replicas, self._decoder = replicas, MsgpackDecoder(EngineCoreOutputs)
         self._tasks, self._batch = OwnTasks(), Batch()
         self._refusal: SessionError | None = None
-        self._meter = meter
+        self._meter, self._timelines, self._pulls = meter, timelines, handoff is Handoff.PULLED
         self._open: dict[str, OpenSession] = {}
         notices = Notices(manager, self._tasks, timings)
         self._means = Means(manager, notices, replicas, self._tasks, self._batch, handoff, block_size, timings)
@@ -82,6 +85,7 @@ class ClusterCore(EngineCoreClient):
         name_adapter(request)
         keep_apart(request, context)
         answer = Answer(request, context, self._batch, meter=self._session_meter(request, context))
+        answer.timeline = self._timeline(answer)
         recovery = Recovery(self._limits, self._timings)
         session = self._open[request.request_id] = OpenSession(answer, self._means, recovery, self._session_timeout_s)
         if refusal := self._refusal or _too_long(request.request_id) or _enter(session, answer, context):
@@ -127,6 +131,14 @@ class ClusterCore(EngineCoreClient):
         prompt_tokens = len(request.prompt_token_ids or ())
         return SessionMeter(self._meter, prompt_tokens, None if context is None else context.arrived_s)
 
+    def _timeline(self, answer: Answer) -> Timeline | None:
+        if self._timelines is None:
+            return None
+        name, context = answer.session_id, answer.context
+        request_id, arrived_s = (name, monotonic()) if context is None else (context.request_id, context.arrived_s)
+        prompt_tokens = len(answer.request.prompt_token_ids or ())
+        return self._timelines.begin(Timeline(request_id, name, prompt_tokens, arrived_s, answer.sent, self._pulls))
+
     async def _serve(self, answer: Answer, session: OpenSession) -> None:
         request_id = answer.session_id
         try:
@@ -135,6 +147,8 @@ class ClusterCore(EngineCoreClient):
             self._open.pop(request_id, None)
             if answer.context is not None:
                 answer.context.parts.pop(request_id, None)
+            if self._timelines is not None and answer.timeline is not None:
+                self._timelines.end(answer.timeline)
             session.end()
 
     # ---- outputs

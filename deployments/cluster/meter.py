@@ -36,6 +36,14 @@ class PrefillStats(Protocol):
     num_external_cached_tokens: int
 
 
+def engine_times(events: Sequence[Event], stamp_s: float) -> tuple[float, float] | None:
+    """Seconds in an engine's queue, and those of the prefill up to `stamp_s`. None where the events do not say."""
+    times = {int(event.type): event.timestamp for event in reversed(events)}
+    if QUEUED not in times or SCHEDULED not in times:
+        return None
+    return max(0.0, times[SCHEDULED] - times[QUEUED]), max(0.0, stamp_s - times[SCHEDULED])
+
+
 class _Pool:
     """The metrics of answers that one pool writes, as far as they are needed at every token."""
 
@@ -99,12 +107,7 @@ class SessionMeter:
         if is_split and role is Role.DECODE:
             self._handed_over()
         elif events and not self._first_s and self._engine_s is None:
-            self._computed(events, stamp_s)
-
-    def _computed(self, events: Sequence[Event], stamp_s: float) -> None:
-        times = {int(event.type): event.timestamp for event in reversed(events)}
-        if QUEUED in times and SCHEDULED in times:
-            self._engine_s = max(0.0, times[SCHEDULED] - times[QUEUED]), max(0.0, stamp_s - times[SCHEDULED])
+            self._engine_s = engine_times(events, stamp_s)
 
     def _handed_over(self) -> None:
         """Count the gap of a placement's handoff. There is none where decode's first output overtook prefill's."""

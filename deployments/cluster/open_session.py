@@ -71,7 +71,8 @@ class OpenSession:
             return False
         match self._what_follows(attempt):
             case Again(moved_from, pause_s):
-                self._count_again(attempt, moved_from)
+                assert attempt.session.error is not None
+                self._answer.again("move" if moved_from else "loss", attempt.session.error)
                 self._take_over(attempt, moved_from)
                 await attempt.end()
                 if pause_s:
@@ -108,23 +109,11 @@ class OpenSession:
         self.now = Attempt(self._answer, left, self._means)
         self._attempts.append(self.now)
 
-    def _count_again(self, lost: Attempt, moved_from: str) -> None:
-        if self._answer.meter is not None and lost.session.error is not None:
-            self._answer.meter.again("move" if moved_from else "loss", lost.session.error)
-
-    def _count_end(self) -> None:
-        """Count the session as ended. One that vLLM's frontend cancelled for a stop string has ended well."""
-        answer, session = self._answer, self.now.session
-        if answer.meter is None:
-            return
-        has_left = answer.context is not None and answer.context.left
-        stopped = session.outcome == "cancelled" and answer.has_stop_strings and not has_left
-        answer.meter.ended(str(session.mode or ""), "stop" if stopped else session.outcome)
-
     def end(self) -> None:
         """End what is still open of the session on replicas, and release what is still reserved for it."""
         self.now.session.interrupted()  # changes nothing unless this process shuts down in the middle of the session
-        self._count_end()
+        session = self.now.session
+        self._answer.ended(str(session.mode or ""), session.outcome)
         for attempt in self._attempts:
             attempt.end_parts()
             if attempt.session.state is not State.CLOSED:

@@ -87,6 +87,10 @@ class Step:
     steps: tuple[StepSample, ...] = ()
 
 
+WorkerSpans = tuple[float, dict[str, list[dict[str, Any]]]]
+"""A worker's clock now, in seconds, and spans by session (`transfer.channel.handoff_log.Span`) by the same clock."""
+
+
 class Engine(Protocol):
     """One engine core."""
 
@@ -122,6 +126,9 @@ class Engine(Protocol):
 
     async def counters(self) -> dict[str, float]:
         """The KV channel's counters, summed over workers (bytes written, handoffs landed, ...)."""
+
+    async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:
+        """What each worker's KV channel did for these sessions, and when; of those that it still knows."""
 
     async def shutdown(self) -> None:
         """End the engine's processes; idempotent."""

@@ -12,7 +12,16 @@ from collections.abc import Collection, Coroutine
 from typing import Any
 
 from configs.schema import PlacementConfig
-from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Identity, Output, Step
+from deployments.engine.protocol import (
+    Engine,
+    EngineError,
+    EngineInfo,
+    EngineLoad,
+    Identity,
+    Output,
+    Step,
+    WorkerSpans,
+)
 from deployments.link.replica_side import Ingress
 from deployments.manager.calls import Manager
 from deployments.messages import Phase, ReplicaInfo, SessionTask
@@ -153,6 +162,10 @@ class Replica:
     async def counters(self) -> dict[str, float]:
         """The engine's and the KV channel's counters, now."""
         return await self._engine.counters()
+
+    async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:
+        """What the KV channels of the engine's workers did for these sessions."""
+        return await self._engine.spans(session_ids)
 
     def check_health(self) -> None:
         """Raises EngineError when the engine or a task of this replica has died: Serve then replaces the replica."""

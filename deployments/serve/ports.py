@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -12,11 +13,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from configs.schema import BatonConfig
-from deployments.engine.protocol import EngineError
+from deployments.engine.protocol import EngineError, WorkerSpans
 from deployments.errors import ReplicaLost, Unavailable
 from deployments.manager.client import ManagerClient
 from deployments.messages import Locate, ReplicaInfo, SessionTask
 from deployments.serve.cluster_secret import cluster_secret
+
+logger = logging.getLogger("baton.serve")
 
 GONE = (ray.exceptions.RayError, RayServeException, grpc.RpcError, EngineError, OSError)
 """What a call over a handle raises where the other side cannot be reached, or fails."""
@@ -30,6 +33,17 @@ async def ask_handle(handle: DeploymentHandle, method: str, *args: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
+
+
+async def ask_all(deployment: str, method: str, argument: object, timeout_s: float) -> list[Any]:
+    """What all replicas of a deployment of this application say; errors among it. Empty where none can be asked."""
+    handle = serve.get_deployment_handle(deployment, serve.get_replica_context().app_name)
+    try:
+        asked = handle.broadcast(method, argument)
+        return list(await asked.results_async(timeout_s=timeout_s, return_exceptions=True))
+    except (*GONE, TimeoutError) as error:
+        logger.warning("%s does not answer: %s", deployment, last_line(error))
+        return []
 
 
 class Pools(dict[str, DeploymentHandle]):
@@ -49,6 +63,15 @@ class Pools(dict[str, DeploymentHandle]):
             return str(await ask_handle(self[replica.pool], "address", asked))
         except GONE as error:
             raise ReplicaLost(last_line(error)) from error
+
+    async def spans(self, pool: str, replica_id: str, session_ids: list[str]) -> list[WorkerSpans]:
+        """What a replica's KV channels did for these sessions. Raises ReplicaLost."""
+        asked = Locate(replica_id, session_ids[0], hands_over=True)
+        try:
+            found: list[WorkerSpans] = await ask_handle(self[pool], "spans", asked, session_ids)
+        except GONE as error:
+            raise ReplicaLost(last_line(error)) from error
+        return found
 
 
 def manager_client(handle: DeploymentHandle, config: BatonConfig) -> ManagerClient:

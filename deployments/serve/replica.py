@@ -13,7 +13,7 @@ from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig, role_of
 from deployments.engine.build import build_engine
-from deployments.engine.protocol import EngineError, Identity
+from deployments.engine.protocol import EngineError, Identity, WorkerSpans
 from deployments.host.garbage import starting
 from deployments.host.tasks import OwnTasks
 from deployments.link.replica_side import LinkServer
@@ -84,6 +84,10 @@ class ServeReplica:
     async def counters(self) -> dict[str, float]:
         """The engine's and the KV channel's counters."""
         return await self._replica.counters()
+
+    async def spans(self, asked: Locate, session_ids: list[str]) -> list[WorkerSpans]:
+        """What the KV channels of this replica did for these sessions."""
+        return await self._replica.spans(session_ids)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this where the pool scales by itself. It does not see sessions, so they are told."""

@@ -14,7 +14,10 @@ import pytest
 from app.api import Gateway
 from app.live.feed import Feed
 from app.live.latencies import LOOK_S, Latencies, quantile
+from app.live.page import Page
+from app.live.sessions import Sessions
 from configs.schema import BatonConfig, IngressConfig
+from deployments.cluster.timeline import Timelines
 from deployments.manager.calls import Call, Overview
 from deployments.manager.manager import SessionManager
 from deployments.metrics.catalogue import GENERATED, ITL, TTFT
@@ -42,6 +45,13 @@ async def first(snapshots: AsyncGenerator[str]) -> dict[str, Any]:
     async with asyncio.timeout(WITHIN_S):
         text: dict[str, Any] = json.loads(await anext(snapshots))
     return text
+
+
+def no_sessions() -> Sessions:
+    async def nothing(*_: object) -> list[Any]:
+        return []
+
+    return Sessions(Timelines(1), nothing, nothing)
 
 
 async def test_all_that_watch_share_one_snapshot_and_none_is_made_unwatched() -> None:
@@ -87,7 +97,7 @@ async def test_watching_ends_when_the_ingress_stops() -> None:
 
 async def test_the_page_and_its_events() -> None:
     feed = Feed(SessionManager(BatonConfig.model_validate(CONFIG)), None, "m", every_s=0.01)
-    gateway = Gateway(Toy(*OK), IngressConfig(), Control(), feed=feed)
+    gateway = Gateway(Toy(*OK), IngressConfig(), Control(), page=Page(feed, no_sessions()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://baton") as http:
         page = await http.get("/status")
         refused = await http.post("/status/events", content=b"{}")

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from transfer.channel.decode_side import DecodeSide
+from transfer.channel.handoff_log import HandoffLog, Span
 from transfer.channel.layers import Chunk, Ready
 from transfer.channel.outbox import Key, Outbox, Results, Trace
 from transfer.channel.pacing import Limits
@@ -51,7 +52,8 @@ class Channel:
     ) -> None:
         self._timings = timings
         self._plane = plane
-        self._trace: Trace = trace or (lambda event, **fields: None)
+        self._log = HandoffLog(trace)
+        self._trace = self._log.note
         plane.register(layout)
         self._endpoint = Endpoint(plane.name, seal, host)
         self.address = self._endpoint.address
@@ -166,6 +168,10 @@ class Channel:
             "open_writing": len(self._prefill),
             "bad_messages": self._endpoint.bad_messages,
         }
+
+    def spans(self, sessions: list[str]) -> tuple[float, dict[str, list[Span]]]:
+        """This worker's clock, and what it did for the handoffs of each of these sessions. It knows the newest."""
+        return time.monotonic(), {session: self._log.spans(session) for session in sessions}
 
     def close(self) -> None:
         """End the thread and release memory; idempotent. A thread that does not end in time is logged and left."""

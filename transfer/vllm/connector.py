@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from transfer.channel.channel import Channel
+from transfer.channel.handoff_log import Span
 from transfer.vllm.faults import note_fault
 from transfer.vllm.lifeline import die_with_parent
 from transfer.vllm.scheduler_side import SchedulerSide
@@ -153,6 +154,10 @@ class WorkerExtension:
     def baton_counters(self) -> dict[str, float]:
         """The counters of this worker's channel."""
         return _connector().worker_side.channel.counters()
+
+    def baton_spans(self, sessions: list[str]) -> tuple[float, dict[str, list[Span]]]:
+        """This worker's clock, and what its channel did for each of these sessions."""
+        return _connector().worker_side.channel.spans(sessions)
 
 
 def _connector() -> BatonConnector:

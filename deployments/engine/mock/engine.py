@@ -11,22 +11,29 @@ import contextlib
 import functools
 import uuid
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from configs.schema import MockEngineConfig
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.mock.connections import Connections
 from deployments.engine.mock.memory import KV_BYTES, MockMemory
 from deployments.engine.mock.scheduler import MockScheduler, Plan, steps_of
-from deployments.engine.mock.sequence import Sequence
+from deployments.engine.mock.sequence import Sequence, layers_of
 from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
-from deployments.engine.protocol import EngineCrashed, EngineError, EngineInfo, EngineLoad, Output, RequestRefused, Step
+from deployments.engine.protocol import (
+    EngineCrashed,
+    EngineError,
+    EngineInfo,
+    EngineLoad,
+    Output,
+    RequestRefused,
+    Step,
+    WorkerSpans,
+)
 from deployments.messages import CacheChange, HeldAdapters, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.control.messages import FirstToken
@@ -143,6 +150,11 @@ class MockEngine:
             return {}
         return self._connections.channel.counters() | self._counts | {"preemptions": self._scheduler.preemptions}
 
+    async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:
+        if self._task is None:
+            return []
+        return [self._connections.channel.spans(session_ids)]
+
     async def shutdown(self) -> None:
         if self._task is None:
             return
@@ -229,7 +241,7 @@ class MockEngine:
     async def _compute(self, work: list[tuple[Sequence, int]]) -> None:
         """Write the step's KV at the configured pace, layer by layer when a handoff takes the layers."""
         layers = self._config.num_layers
-        write = self._layers_of(work) if self._config.computes else None
+        write = layers_of(work, self._memory) if self._config.computes else None
         chunks = [chunk for sequence, count in work if (chunk := sequence.chunk(count))]
         prompts = [count for sequence, count in work if count > 1 or sequence.computed < sequence.prompt_tokens]
         step_s = self._config.step_s + sum(prompts) / self._config.prefill_tokens_per_s
@@ -244,18 +256,6 @@ class MockEngine:
                 write(layer)
             self._connections.channel.layer_saved(layer)
         self._connections.channel.end_step()
-
-    def _layers_of(self, work: list[tuple[Sequence, int]]) -> Callable[[int], None]:
-        """A function that writes one layer of the step's KV."""
-        memory = self._memory
-        hashes, slots = [], []
-        for sequence, count in work:
-            begin, end = sequence.computed, sequence.computed + count
-            hashes.append(memory.prefix_hashes(sequence.chain, sequence.tokens[begin:end], begin))
-            slots.append(memory.slots(sequence.blocks, begin, end))
-            sequence.chain = int(hashes[-1][-1])
-        step_hashes, step_slots = np.concatenate(hashes), np.concatenate(slots)
-        return lambda layer: memory.write(layer, step_slots, step_hashes)
 
     def _next_token(self, sequence: Sequence) -> int:
         if not self._config.computes:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from deployments.engine.mock.memory import MockMemory
 from deployments.engine.mock.wire import FinishReason, OutputStruct, Request, logprobs
 from deployments.engine.protocol import Output
 from transfer.channel.layers import Chunk
@@ -86,3 +90,15 @@ class Sequence:
         made_up = logprobs(tokens[0], max(0, wanted)) if tokens and wanted is not None else None
         struct = OutputStruct(self.request_id, tokens, made_up, finish_reason=reason, stop_reason=stop_reason)
         return Output(self.request_id, len(tokens), reason is not None, struct)
+
+
+def layers_of(work: list[tuple[Sequence, int]], memory: MockMemory) -> Callable[[int], None]:
+    """A function that writes one layer of the KV of a step, which computes so many tokens of each sequence."""
+    hashes, slots = [], []
+    for sequence, count in work:
+        begin, end = sequence.computed, sequence.computed + count
+        hashes.append(memory.prefix_hashes(sequence.chain, sequence.tokens[begin:end], begin))
+        slots.append(memory.slots(sequence.blocks, begin, end))
+        sequence.chain = int(hashes[-1][-1])
+    step_hashes, step_slots = np.concatenate(hashes), np.concatenate(slots)
+    return lambda layer: memory.write(layer, step_slots, step_hashes)

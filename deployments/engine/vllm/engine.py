@@ -22,7 +22,15 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from configs.schema import ChannelConfig, LoraConfig, ModelConfig, VllmEngineConfig
 from deployments.engine.kv_events import KVEvents
 from deployments.engine.names import names_until_started
-from deployments.engine.protocol import EngineCrashed, EngineError, EngineInfo, Output, RequestRefused, Step
+from deployments.engine.protocol import (
+    EngineCrashed,
+    EngineError,
+    EngineInfo,
+    Output,
+    RequestRefused,
+    Step,
+    WorkerSpans,
+)
 from deployments.engine.vllm.adapters import Adapters
 from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
@@ -162,6 +170,9 @@ class VllmEngine:
             for name, value in worker.items():
                 totals[name] = totals.get(name, 0) + value
         return totals
+
+    async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:
+        return [(float(now_s), dict(found)) for now_s, found in await self._rpc("baton_spans", session_ids)]
 
     async def shutdown(self) -> None:
         client, self._client = self._client, None

@@ -13,7 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.engine.protocol import EngineError, Output
+from deployments.engine.protocol import EngineError, Output, WorkerSpans
 from deployments.engine.vllm.engine import RPC_TIMEOUT_S, VllmEngine
 from deployments.engine.vllm.outputs import Seen, Unread
 from deployments.messages import Role
@@ -76,6 +76,10 @@ class PullEngine(VllmEngine):
 
     async def meet(self, peers: Sequence[tuple[str, ...]]) -> None:
         """Nothing to do: vLLM's connector connects when decode first reads from a prefill replica."""
+
+    async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:
+        """Nothing: vLLM's connector does not say."""
+        return []
 
     async def counters(self) -> dict[str, float]:
         return dict(self._counts.totals)

@@ -11,6 +11,7 @@ from configs.schema import BatonConfig, role_of
 from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
+from deployments.cluster.timeline import Timelines
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.engine.protocol import EngineError, Identity
 from deployments.manager.calls import Ready, Status
@@ -69,6 +70,11 @@ class InProcess:
     def core(self) -> ClusterCore:
         """The cluster core of the newest ingress."""
         return self._ingress.core
+
+    @property
+    def timelines(self) -> Timelines:
+        """Those of the newest ingress."""
+        return self._ingress.timelines
 
     @property
     def stand_in(self) -> StandIn:

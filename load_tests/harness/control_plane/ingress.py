@@ -18,6 +18,7 @@ from deployments.cluster.core import ClusterCore
 from deployments.cluster.port import Replicas
 from deployments.cluster.recovery import Limits
 from deployments.cluster.request_context import RequestContext
+from deployments.cluster.timeline import Timelines
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.manager.calls import Manager
 from deployments.manager.stand_in import StandIn
@@ -91,24 +92,31 @@ def core_over(
     limits: Limits,
     timings: Timings = DEFAULT_TIMINGS,
     manager_timings: ManagerTimings = TIMINGS,
+    timelines: Timelines | None = None,
 ) -> tuple[ClusterCore, StandIn]:
     """A cluster core over the replicas of a control plane, and the stand-in by which it asks the session manager."""
     stand_in = StandIn(line, config, manager_timings)
     links = Watched(fleet, config.placement.ingress_lease_s)
-    return core_between(config, stand_in, links, limits, timings), stand_in
+    return core_between(config, stand_in, links, limits, timings, timelines), stand_in
 
 
 def core_between(
-    config: BatonConfig, manager: Manager, replicas: Replicas, limits: Limits, timings: Timings = DEFAULT_TIMINGS
+    config: BatonConfig,
+    manager: Manager,
+    replicas: Replicas,
+    limits: Limits,
+    timings: Timings = DEFAULT_TIMINGS,
+    timelines: Timelines | None = None,
 ) -> ClusterCore:
     """A cluster core that asks this session manager and reaches these replicas."""
     handoff = Handoff.PULLED if config.channel.kind == "vllm" else Handoff.PUSHED
     timeout_s = config.placement.session_timeout_s
-    return ClusterCore(manager, replicas, timeout_s, config.block_size, limits, handoff, timings)
+    block_size = config.block_size
+    return ClusterCore(manager, replicas, timeout_s, block_size, limits, handoff, timings, timelines=timelines)
 
 
 class Ingress:
-    """A cluster core whose calls to the manager can be cut. `answers` fills as outputs arrive."""
+    """A cluster core whose calls to the manager can be cut. `answers` and `timelines` fill as it goes."""
 
     def __init__(
         self,
@@ -122,7 +130,10 @@ class Ingress:
     ) -> None:
         self._answers = answers
         self._manager_line = ManagerLine(manager)
-        self.core, self.stand_in = core_over(config, fleet, self._manager_line, limits, timings, manager_timings)
+        self.timelines = Timelines(config.ingress.timelines)
+        self.core, self.stand_in = core_over(
+            config, fleet, self._manager_line, limits, timings, manager_timings, self.timelines
+        )
         self._reader = asyncio.create_task(self._read())
 
     def shutdown(self) -> None:

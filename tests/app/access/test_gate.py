@@ -30,7 +30,15 @@ KEYS = parse(
     ("default", "batch", "night"),
 )
 PLAIN, BULK, ROOT = ({"authorization": f"Bearer secret-{name}"} for name in ("plain", "bulk", "root"))
-ADMIN_ROUTES = ("/baton/status", "/baton/anything", "/metrics", "/metrics/", "/status", "/status/events")
+ADMIN_ROUTES = (
+    "/baton/status",
+    "/baton/anything",
+    "/metrics",
+    "/metrics/",
+    "/status",
+    "/status/events",
+    "/status/sessions/a",
+)
 
 
 class Inner(Toy):

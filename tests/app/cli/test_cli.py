@@ -99,6 +99,50 @@ def test_status_shows_a_silent_replica_and_an_empty_pool() -> None:
     assert ["prefill", "-", "no", "replica", "-", "-", "-"] in lines
 
 
+TIMELINES: dict[str, Any] = {
+    "request_id": "a/b",
+    "sessions": [
+        {
+            **{"session_id": "cmpl-a/b-0", "outcome": None, "error": None, "prompt_tokens": 11, "output_tokens": 3},
+            "spans": [
+                {"what": "placement", "where": "session manager", "from_s": 0.001, "to_s": 0.0035, "note": ""},
+                {"what": "decode", "where": "d1", "from_s": 0.0035, "to_s": None, "note": ""},
+            ],
+        }
+    ],
+    "silent": ["p1"],
+}
+
+
+def test_the_timeline_of_a_request_is_asked_for_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.raw_path)
+        return httpx.Response(200, json=TIMELINES)
+
+    found = client.fetch_timelines("http://baton/prefix", "a/b", httpx.MockTransport(answer))
+    assert asked == [b"/prefix/status/sessions/a%2Fb"]
+    monkeypatch.setattr(client, "fetch_timelines", lambda url, name: found)
+    runner = CliRunner()
+    assert json.loads(runner.invoke(main.app, ["sessions", "a/b", "--json"]).stdout) == TIMELINES
+    lines = runner.invoke(main.app, ["sessions", "a/b"]).stdout.splitlines()
+    assert [line.split() for line in lines] == [
+        ["cmpl-a/b-0:", "runs;", "11", "prompt", "tokens,", "3", "given"],
+        ["WHAT", "WHERE", "BEGAN", "MS", "TOOK", "MS", "NOTE"],
+        ["placement", "session", "manager", "1.0", "2.5"],
+        ["decode", "d1", "3.5", "goes", "on"],
+        [],
+        ["no", "word", "from", "p1,", "so", "their", "part", "is", "missing"],
+    ]
+
+
+def test_a_request_that_no_ingress_knows_is_a_plain_error() -> None:
+    unknown = answering(404, {"error": {"message": "no ingress knows it"}})
+    with pytest.raises(CliError, match="no ingress knows it"):
+        client.fetch_timelines("http://baton", "x", unknown)
+
+
 def test_no_session_is_said_in_words() -> None:
     assert tables.sessions_text(tables.session_rows({})) == "no session is placed"
 

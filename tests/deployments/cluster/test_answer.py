@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from deployments.cluster.answer import Answer
 from deployments.cluster.request_context import RequestContext
 from deployments.errors import ReplicaLost, SessionTimeout
-from deployments.messages import Mode
+from deployments.messages import Mode, Placement, ReplicaInfo, Role
 
 
 class Sent:
@@ -32,6 +32,11 @@ def answer(context: RequestContext | None = None, **sampling: Any) -> tuple[Answ
 
 def output(*tokens: int, reason: FinishReason | None = None) -> EngineCoreOutput:
     return EngineCoreOutput("of the engine", list(tokens), finish_reason=reason, kv_transfer_params={"a": 1})
+
+
+def placement(mode: Mode) -> Placement:
+    replica = ReplicaInfo("d-0", "d", Role.DECODE, "node", "print", 16, 10, 4, 512)
+    return Placement("s", 1, mode, "split", replica, replica, 4, 1.0, 1.0)
 
 
 def test_an_output_is_the_sessions_and_says_nothing_of_the_handoff() -> None:
@@ -79,8 +84,8 @@ def test_only_a_seeded_answer_that_has_begun_is_marked_as_moved(
 def test_placements_are_noted_by_mode_and_rule() -> None:
     context = RequestContext("r")
     made, _ = answer(context)
-    made.note_placement(Mode.DISAGGREGATED, "")
-    made.note_placement(Mode.DECODE_LOCAL, "lora")
+    made.placed(placement(Mode.DISAGGREGATED), "")
+    made.placed(placement(Mode.DECODE_LOCAL), "lora")
     assert (context.modes, context.rules) == ({Mode.DISAGGREGATED, Mode.DECODE_LOCAL}, {"lora"})
 
 
@@ -95,7 +100,7 @@ def test_the_first_error_of_a_request_with_several_answers_stands() -> None:
 
 def test_an_answer_needs_no_request_context() -> None:
     made, sent = answer()
-    made.note_placement(Mode.DECODE_LOCAL, "lora")
+    made.placed(placement(Mode.DECODE_LOCAL), "lora")
     made.give(output(7), finish=True)
     made.remainder(2, "", after_progress=False)
     made.fail(ReplicaLost("gone"))

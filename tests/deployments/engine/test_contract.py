@@ -211,6 +211,23 @@ async def test_the_counters_say_what_moved(engine_pair: Any) -> None:
         assert got["loaded_tokens"] - before[1]["loaded_tokens"] == tokens
 
 
+async def test_it_says_when_it_did_what_for_a_handoff(engine_pair: Any) -> None:
+    session, prefilled, decoded = await engine_pair.begin(engine_pair.prompt(30), 5)
+    await asyncio.wait_for(asyncio.gather(prefilled.done.wait(), decoded.done.wait()), 120)
+    spans: dict[str, Any] = {}
+    for engine, named in (
+        (engine_pair.prefill, {"chunk", "writes", "landed"}),
+        (engine_pair.decode, {"offer", "received"}),
+    ):
+        ((now_s, found),) = await engine.engine.spans([session, "never"])
+        assert {each["what"] for each in found[session]} == named
+        assert all(each["from_s"] <= each["to_s"] <= now_s for each in found[session])
+        assert found["never"] == []
+        spans |= {each["what"]: each for each in found[session]}
+    assert spans["chunk"]["note"] == "up to token 30"
+    assert spans["chunk"]["from_s"] <= spans["writes"]["from_s"] <= spans["writes"]["to_s"] <= spans["landed"]["from_s"]
+
+
 async def test_it_tells_which_blocks_it_caches(engine_pair: Any) -> None:
     """Computed, generated and received ones, by the hashes that the cluster core makes of a prompt."""
     size = engine_pair.block_size

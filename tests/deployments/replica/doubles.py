@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.schema import PlacementConfig
 from deployments.engine.cache_log import CacheLog
-from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Identity, Output, Step
+from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Identity, Output, Step, WorkerSpans
 from deployments.errors import Unavailable
 from deployments.manager.calls import Call, Report
 from deployments.messages import (
@@ -82,6 +82,9 @@ class ScriptedEngine:
 
     def adapters(self) -> HeldAdapters:
         return HeldAdapters()
+
+    async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:
+        return [(0.0, {session: [] for session in session_ids})]
 
     def cache_change(self, whole: bool) -> CacheChange | None:
         return self.cache.change(whole)

@@ -159,12 +159,6 @@ def tune(context: typer.Context) -> None:
     _forward("load_tests.tune", context.args)
 
 
-def _state(url: str) -> dict[str, Any]:
-    from app.cli.client import fetch_status
-
-    return _or_fail(lambda: fetch_status(url))
-
-
 def _or_fail(ask: Callable[[], A]) -> A:
     """What `ask` gives. A CliError ends the command."""
     from app.cli.client import CliError

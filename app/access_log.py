@@ -1,6 +1,7 @@
-"""One JSON line for each request, when it is over: the logger `baton.access`, on the ingress's standard output.
+"""What is written of each request when it is over: one JSON line, and the end of its span where it is traced.
 
-Without `start` the logger is off, and a request costs one look at it.
+The lines are of the logger `baton.access`, on the ingress's standard output. Without `start` the logger is off, and a
+request costs one look at it. No line holds text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.errors import Answer
+from app.request_span import RequestSpan
 from deployments.cluster.request_context import RequestContext
+
+if TYPE_CHECKING:
+    from deployments.tracing.tracer import Tracer
 
 logger = logging.getLogger("baton.access")
 _LONGEST = 500
@@ -32,20 +37,31 @@ def start() -> None:
 
 
 class Entry:
-    """One request, from its arrival on. Nothing is done for its tokens one by one. `key`: the name of its API key."""
+    """One request, from its arrival on. Nothing is done for its tokens one by one.
 
-    __slots__ = ("_method", "_path", "_request_id", "_started_s", "key")
+    `key`: the name of its API key. `span`: None where it is not traced.
+    """
+
+    __slots__ = ("_method", "_path", "_request_id", "_started_s", "key", "span")
 
     def __init__(self, scope: Mapping[str, Any], request_id: str) -> None:
         self._started_s = time.monotonic()
         self._request_id = request_id
         self._method, self._path = scope["method"], scope["path"]
         self.key: str | None = None
+        self.span: RequestSpan | None = None
+
+    def trace(self, tracer: Tracer, scope: Mapping[str, Any]) -> None:
+        """Begin its span, at its arrival."""
+        self.span = RequestSpan(tracer, scope, self._request_id, self._started_s)
 
     def write(
         self, status: int, failure: Answer | None = None, context: RequestContext | None = None, left: bool = False
     ) -> None:
-        """Write the line. `status`: 0 where the client got none. `failure`: what it was told. `left`: it went away."""
+        """It is over. `status`: 0 where the client got none. `failure`: what it was told. `left`: it went away."""
+        outcome = _outcome(status, failure, left)
+        if self.span is not None:
+            self.span.end(status, outcome, failure, context, self.key)
         if not logger.isEnabledFor(logging.INFO):
             return
         now_s = time.monotonic()
@@ -55,14 +71,17 @@ class Entry:
             "method": self._method,
             "path": self._path[:_LONGEST],
             "status": status or None,
-            "outcome": _outcome(status, failure, left),
+            "outcome": outcome,
             "total_s": round(now_s - self._started_s, 4),
         }
         if self.key is not None:
             line["key"] = self.key
+        if self.span is not None:
+            line["trace_id"] = self.span.span.trace_id
         if context is not None:
             first_s = context.first_token_s
             line |= {
+                "class": context.priority or None,
                 "mode": ",".join(sorted(context.modes)) or None,
                 "rule": ",".join(sorted(context.rules)) or None,
                 "prompt_tokens": context.prompt_tokens,
@@ -70,9 +89,18 @@ class Entry:
                 "ttft_s": None if first_s is None else round(first_s - self._started_s, 4),
             }
         if failure is not None:
-            error = failure.body["error"]
-            line |= {"code": error["code"], "reason": error["message"][:_LONGEST]}
+            line |= {"code": failure.body["error"]["code"], "reason": _reason(failure)}
         logger.info("%s", json.dumps(line))
+
+
+def _reason(failure: Answer) -> str | None:
+    """Why, in words; None where the words may be the client's: vLLM's, and of what is wrong with a request's content.
+
+    Errors of Baton's own table have a code that is text.
+    """
+    error = failure.body["error"]
+    is_ours = isinstance(error["code"], str) and failure.status not in (400, 404)
+    return error["message"][:_LONGEST] if is_ours else None
 
 
 def _outcome(status: int, failure: Answer | None, left: bool) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.access.gate import KEY, Gate, key_of, quota_of
 from app.access_log import Entry
@@ -43,8 +43,13 @@ from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import GrammarTooLong, Overloaded, TooManyParts
 from deployments.manager.calls import Manager, Ready, Status
 
+if TYPE_CHECKING:
+    from deployments.tracing.tracer import Tracer
+
 REQUEST_ID = b"x-request-id"
 _MAX_REQUEST_ID = 128
+_READ = (REQUEST_ID, b"traceparent", b"tracestate")
+"""Headers that the inner application does not get as they came."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class Gateway:
     `observe` is called with every request that reached the inner application, and its status.
     `page`: the live page; None: there is none.
     `max_queued_requests`: how many may wait for a place; 0: any number. `gate`: None where no request needs an API key.
+    `tracer`: what makes the spans of requests; None where nothing is traced.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
 
@@ -70,6 +76,7 @@ class Gateway:
         max_queued_requests: int = 0,
         page: Page | None = None,
         gate: Gate | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner, self._gate = inner, gate
@@ -80,7 +87,7 @@ class Gateway:
         self._timings = timings
         self._bounds, self._pace = Bounds(config, max_queued_requests), Pace(config.refusals_per_s)
         self._large = LargeBodies()
-        self._page = page
+        self._page, self._tracer = page, tracer
         self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,6 +158,8 @@ class Gateway:
             return {"error": _unready(f"{type(error).__name__}: {error}".rstrip(": "), "manager_away")}, False
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str, entry: Entry) -> None:
+        if self._tracer is not None:
+            entry.trace(self._tracer, scope)
         client = client_of(scope, self._config.client_header)
         paced = PacedSend(self._pace, client, send)
         try:
@@ -179,6 +188,7 @@ class Gateway:
             check_text(body)
             check_types(body)
             context = request_context(request_id, scope, body, client, self._config.separate_caches)
+            context.span = None if entry.span is None else entry.span.span
             context.explains, context.most_parts = explains, self._bounds.most_parts
             parts = self._bounds.enter(client, body)
             context.quota = None if explains else quota_of(key_of(scope), parts)
@@ -242,9 +252,10 @@ def _inner_scope(scope: Scope, request_id: str) -> Scope:
     """The scope for the inner application.
 
     `spec_version` is 2.3: `send` never raises for a client that is gone, so the inner application must listen for that.
-    vLLM's server looks for a key in `Authorization` alone; Anthropic's API has it in `X-Api-Key`.
+    vLLM's server looks for a key in `Authorization` alone; Anthropic's API has it in `X-Api-Key`. Of `traceparent` it
+    would only say that it does not trace.
     """
-    headers = [(name, value) for name, value in scope["headers"] if name.lower() != REQUEST_ID]
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _READ]
     key = _header(scope, b"x-api-key")
     if key and is_anthropic(scope) and _header(scope, b"authorization") is None:
         headers.append((b"authorization", b"Bearer " + key))

@@ -19,7 +19,7 @@ import vllm.platforms
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware import Middleware
-from vllm.config import LoRAConfig, VllmConfig
+from vllm.config import LoggingConfig, LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -92,7 +92,7 @@ _OWNED = frozenset(
     }
     | {"config", "headless", "grpc", "api_server_count", "host", "port", "uds", "kv_transfer_config"}
     | {"lora_modules", "enable_lora", "enable_fault_tolerance", "enable_scale_out"}
-    | {"disable_log_stats", "enable_per_request_metrics"}
+    | {"disable_log_stats", "enable_per_request_metrics", "otlp_traces_endpoint", "collect_detailed_traces"}
     | {"allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
@@ -272,6 +272,7 @@ def _serve_args(config: BatonConfig, model_path: str) -> Namespace:
         if not _is_text(value):
             setattr(args, name, value)
     args.disable_log_stats = True
+    args.logging_config = LoggingConfig(formatter=config.log_format)
     args.allowed_origins = []  # `ingress.allowed_origins` counts, for Baton's own routes and errors as well
     _check(args)
     return args

@@ -12,6 +12,7 @@ from app.error_shape import STREAMED, event, is_anthropic, of_event, of_response
 from app.errors import Answer, answer, error_body, type_of
 from app.timings import TIMINGS, Timings
 from deployments.cluster.request_context import RequestContext
+from deployments.logs import of_request
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -65,10 +66,13 @@ class Exchange:
             error = await _settle(task, self._close_s)
         if error is None:
             return
-        logger.error("request %s: %r", self._context.request_id, error, exc_info=error)
+        refusal = None if self._context.error else _refusal(error)
+        if refusal is None:  # else the error's words are the client's
+            request_id = self._context.request_id
+            logger.error("request %s: %r", request_id, error, exc_info=error, extra=of_request(request_id))
         failure = answer(self._context.error or error)
         if not self._begun:
-            await self._replace(failure if self._context.error else _refusal(error) or failure)
+            await self._replace(refusal or failure)
             return
         self.failure = self.failure or failure
         if not self._ended and self._streams_events():

@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.middleware import Middleware
 
@@ -22,6 +23,7 @@ from app.live.page import Page
 from app.live.sessions import Sessions
 from app.stored_responses import StoredResponses
 from configs.schema import BatonConfig
+from deployments import logs
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.timeline import Timelines
 from deployments.engine.build import checkpoint
@@ -37,6 +39,7 @@ from deployments.serve.leaving import is_application_leaving, until_leaving
 from deployments.serve.metrics import publish, registry_of
 from deployments.serve.ports import Pools, ask_all, manager_client
 from deployments.serve.stored import StoreClient
+from deployments.tracing.start import tracer_of
 
 if TYPE_CHECKING:
     from app.adapters import ServedAdapters
@@ -81,6 +84,9 @@ class Ingress:
 
         if self._config.ingress.access_log:
             access_log.start()
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        logs.start(self._config.log_format, "ingress", replica_id)
+        self._tracer = tracer_of(self._config, "ingress", replica_id)
         keys = keys_of(self._config)
         placement = self._config.placement
         handoff = Handoff.PULLED if self._config.channel.kind == "vllm" else Handoff.PUSHED
@@ -120,6 +126,7 @@ class Ingress:
             max_queued_requests=placement.max_queued_requests,
             page=Page(self._feed, self._sessions),
             gate=None if keys is None else Gate(keys, self._config.ingress.admin_key),
+            tracer=self._tracer,
         )
         gateway.counters["without_manager"] = self._manager.counters
         return with_cors(gateway, self._config.ingress.allowed_origins)
@@ -174,3 +181,5 @@ class Ingress:
             self._control.shutdown()
             self._ended.cancel()
             self._tasks.cancel()
+            if self._tracer is not None:
+                await self._tracer.close()

@@ -41,9 +41,10 @@ def build(config: BatonConfig) -> Application:
         health_check_period_s=1,  # only this check finds a dead manager, and there is one manager
         health_check_timeout_s=10,
         autoscaling_config=manager_scaling(config.scaling.interval_s) if config.scaling else None,
+        **_logs(config),
     ).bind(config)
     stored = config.ingress.stored_responses
-    store = None if stored is None else _store(stored)
+    store = None if stored is None else _store(stored, _logs(config))
     pools = {
         name: serve.deployment(ServeReplica, name=name, **_options(config, name, pool)).bind(arguments, name, manager)
         for name, pool in config.pools.items()
@@ -55,15 +56,20 @@ def build(config: BatonConfig) -> Application:
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         max_surge_percent=ONE_MORE,
         graceful_shutdown_timeout_s=config.ingress.drain_s + STOP_S,
-        logging_config=LoggingConfig(
-            enable_access_log=False
-        ),  # its lines say no path; `ingress.access_log` has its own
+        **_logs(config, enable_access_log=False),  # its lines say no path; `ingress.access_log` has its own
         ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": _quiet(config)}},
     )
     return ingress.bind(arguments, manager, pools, store)
 
 
-def _store(config: StoredResponsesConfig) -> Application:
+def _logs(config: BatonConfig, **settings: Any) -> dict[str, Any]:
+    """How Serve writes its own lines in a deployment. Without anything to say, what the Serve file says counts."""
+    if config.log_format == "json":
+        settings["encoding"] = "JSON"
+    return {"logging_config": LoggingConfig(**settings)} if settings else {}
+
+
+def _store(config: StoredResponsesConfig, logs: dict[str, Any]) -> Application:
     """The store of responses, of exactly one replica."""
     return serve.deployment(
         ServeResponseStore,
@@ -72,6 +78,7 @@ def _store(config: StoredResponsesConfig) -> Application:
         ray_actor_options={"num_cpus": 0.1},
         health_check_period_s=1,  # only this check finds a dead store, and there is one store
         health_check_timeout_s=10,
+        **logs,
     ).bind(config)
 
 
@@ -95,6 +102,7 @@ def _options(config: BatonConfig, name: str, pool: PoolConfig) -> dict[str, Any]
         size = {"autoscaling_config": {"policy": POLICY, **pool.autoscaling}}
     return {
         **size,
+        **_logs(config),
         "ray_actor_options": actor,
         "max_ongoing_requests": NO_LIMIT,
         "request_router_config": PLACED,

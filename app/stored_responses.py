@@ -102,16 +102,7 @@ class StoredResponses:
     async def _begun(self, runs: Runs, order: Order, scope: Scope, body: bytes) -> ASGIApp:
         """A background response, which runs from here on."""
         of = current.get() or RequestContext(order.response_id)
-        context = RequestContext(
-            of.request_id,
-            priority=of.priority,
-            client=of.client,
-            affinity=of.affinity,
-            chat=of.chat,
-            namespace=of.namespace,
-            most_parts=of.most_parts,
-            quota=of.quota,
-        )
+        context = of.for_background()
         run = await runs.start(order, context, self._app, _scope(scope, body), body)
         if run.refusal is not None:
             return _json(run.refusal)

@@ -36,6 +36,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.AdapterConfig: "each entry of `lora.adapters`",
     schema.ScalingConfig: "`scaling`",
     schema.TraceConfig: "`trace`",
+    schema.TracingConfig: "`tracing`",
 }
 """Every section of the schema, in the order of the page, with its heading."""
 

@@ -323,6 +323,18 @@ class TraceConfig(Section):
     before."""
 
 
+class TracingConfig(Section):
+    """Where the spans of requests go: a collector that speaks OTLP, OpenTelemetry's protocol."""
+
+    otlp: str | None = Field(None, pattern=r"^https?://[^/]+")
+    """The collector's base URL, such as http://collector:4318. null: what the standard variables
+    `OTEL_EXPORTER_OTLP_*` say, in the environment of each process, or a collector on its own host."""
+    protocol: Literal["http/protobuf", "grpc"] = "http/protobuf"
+    """How it speaks: collectors take HTTP on port 4318, and gRPC on 4317."""
+    sample: float = Field(1.0, ge=0, le=1)
+    """The share of requests that are traced. A request that comes with a `traceparent` is traced where that says so."""
+
+
 class KeyConfig(Section):
     """An API key: an entry of `keys` in the file of `ingress.keys_file`. Only the key's hash is in it."""
 
@@ -457,6 +469,11 @@ class BatonConfig(Section):
     """A trace of the traffic, for the simulator; null: none."""
     metrics: bool = True
     """Tell metrics through Ray, for Prometheus, from ingresses, replicas and the session manager."""
+    tracing: TracingConfig | None = None
+    """Spans of requests, for an OpenTelemetry collector, from ingresses, replicas and the session manager; `{}`: with
+    the section's defaults. null: none."""
+    log_format: Literal["text", "json"] = "text"
+    """How logs are written. `json`: each line is a JSON object; what concerns a session has its `session_id`."""
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -304,6 +304,7 @@ class SessionRequest:
     where the ledger does not know the session. `progressed`: the attempt before gave more than a first token, so this
     attempt does not repeat one that failed at once. `answered_tokens`: the end of the prompt that was answered before.
     `digest`: equal requests have equal ones; 0: not known. `quota`: None where its key has no limits, or there is none.
+    `traceparent`: the parent of the session manager's span, as W3C writes it; "" where nothing is traced.
     """
 
     session_id: str
@@ -324,6 +325,7 @@ class SessionRequest:
     answered_tokens: int = 0
     digest: int = 0
     quota: Quota | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +455,7 @@ class SessionTask:
     `request`: the frames of an encoded EngineCoreRequest. `reservation`: what is reserved for it on this replica.
     `movable`: this replica writes the end of the answer, and another one could go on with it. `hands_over`: the session
     moves away from this replica, which only hands over its KV; it may be draining, and Serve may have taken it out.
+    `traceparent`: the parent of the replica's span, as W3C writes it; "" where nothing is traced.
     """
 
     session_id: str
@@ -465,6 +468,7 @@ class SessionTask:
     reservation: Reservation = NOTHING
     movable: bool = False
     hands_over: bool = False
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

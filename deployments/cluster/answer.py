@@ -16,8 +16,10 @@ from deployments.cluster.batch import Batch
 from deployments.cluster.engine_request import Remainder, digest, is_seeded, remainder, session_request, traits
 from deployments.cluster.meter import SessionMeter
 from deployments.cluster.request_context import RequestContext
+from deployments.cluster.spans import SessionSpans
 from deployments.cluster.timeline import Timeline
 from deployments.errors import SessionError
+from deployments.logs import of_session
 from deployments.messages import Handoff, Placement, Role, SessionRequest
 from deployments.policy.placement.split import continuation_rule
 
@@ -28,7 +30,8 @@ logger = logging.getLogger("baton.core")
 class Answer:
     """`context`: the HTTP request behind it, if there is one. `sent`: the tokens that the client has been given.
 
-    `meter`, `timeline`: measure it, and note when it did what; None where nothing does.
+    `meter`, `timeline`, `spans`: measure it, note when it did what, and make its spans; None where nothing does.
+    `error`: the one that has ended it.
     """
 
     request: EngineCoreRequest
@@ -37,6 +40,8 @@ class Answer:
     sent: list[int] = field(default_factory=list)
     meter: SessionMeter | None = None
     timeline: Timeline | None = None
+    spans: SessionSpans | None = None
+    error: SessionError | None = None
     _digest: int = 0
 
     def __post_init__(self) -> None:
@@ -73,7 +78,15 @@ class Answer:
 
     def asks(self, left: Remainder, handoff: Handoff, block_size: int) -> SessionRequest:
         """What an attempt asks the session manager."""
-        return session_request(left, self.context, handoff, block_size, self.session_id, self.digest)
+        traceparent = "" if self.spans is None else self.spans.asks()
+        return session_request(left, self.context, handoff, block_size, self.session_id, self.digest, traceparent)
+
+    # ---- what is noted of it
+
+    @property
+    def traceparent(self) -> str:
+        """For replicas: the parent of their spans."""
+        return "" if self.spans is None else self.spans.traceparent
 
     def placed(self, placement: Placement, rule: str) -> None:
         """It has a place, the first one or another. `rule`: the rule that keeps it whole; "" for none."""
@@ -84,6 +97,8 @@ class Answer:
             self.meter.placed(placement, rule)
         if self.timeline is not None:
             self.timeline.placed(placement)
+        if self.spans is not None:
+            self.spans.placed(placement, rule)
 
     def took(self, role: Role, output: EngineCoreOutput, stamp_s: float) -> None:
         """An output came that is not merely the next one. `stamp_s`: when, by the clock of its engine."""
@@ -91,16 +106,23 @@ class Answer:
             self.meter.took(role, output.events, stamp_s)
         if self.timeline is not None and output.new_token_ids:
             self.timeline.took(role, output.events, stamp_s)
+        if self.spans is not None:
+            self.spans.took(role, len(output.new_token_ids), output.events, stamp_s)
 
-    def again(self, cause: str, error: SessionError) -> None:
-        """It is placed again. `cause`: `move` or `loss`. `error`: why."""
+    def again(self, cause: str, error: SessionError, tokens: int) -> None:
+        """It is placed again. `cause`: `move` or `loss`. `tokens`: the lost placement gave so many."""
         if self.meter is not None:
             self.meter.again(cause, error)
         if self.timeline is not None:
             self.timeline.again(cause, error)
+        if self.spans is not None:
+            self.spans.again(cause, error, tokens)
 
-    def ended(self, mode: str, outcome: str) -> None:
-        """It is over. An answer that vLLM's frontend cancelled for a stop string has ended well."""
+    def ended(self, mode: str, outcome: str, heard_s: float, tokens: int) -> None:
+        """It is over. An answer that vLLM's frontend cancelled for a stop string has ended well.
+
+        `heard_s`: when the last output came. `tokens`: of its last placement.
+        """
         has_left = self.context is not None and self.context.left
         if outcome == "cancelled" and self._has_stop_strings and not has_left:
             outcome = "stop"
@@ -109,6 +131,10 @@ class Answer:
         if self.timeline is not None:
             error = self.context.error if self.context is not None and outcome == "failed" else None
             self.timeline.ended(outcome, "" if error is None else str(error))
+        if self.spans is not None:
+            self.spans.ended(outcome, self.error, heard_s, tokens, len(self.sent))
+
+    # ---- what the client gets
 
     def give(self, output: EngineCoreOutput, finish: bool) -> None:
         """Add an output to the batch. `finish`: whether its finish reason stands."""
@@ -131,6 +157,7 @@ class Answer:
 
     def fail(self, error: SessionError) -> None:
         """End the answer with an error, and with it the request's other answers."""
+        self.error = self.error or error
         if self.context is None or self.context.fail(error):
-            logger.warning("session %s failed: %s", self.session_id, error)
+            logger.warning("session %s failed: %s", self.session_id, error, extra=of_session(self.session_id))
         self.batch.add(EngineCoreOutput(self.session_id, [], finish_reason=FinishReason.ERROR))

@@ -161,6 +161,7 @@ class Attempt:
             reservation=placement.reservation(replica.replica_id, prompt_tokens),
             movable=replica is placement.owner and not self._answer.continuation_rule,
             hands_over=role is Role.PREFILL and replica.replica_id == left.moved_from,
+            traceparent=self._answer.traceparent,
         )
 
     def _start_decode(self, prefilled: EngineCoreOutput) -> None:

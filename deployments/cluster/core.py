@@ -29,12 +29,14 @@ from deployments.cluster.port import Replicas
 from deployments.cluster.recovery import Limits, Recovery
 from deployments.cluster.request_context import RequestContext
 from deployments.cluster.silence import SilenceWatch
+from deployments.cluster.spans import SessionSpans
 from deployments.cluster.timeline import Timeline, Timelines
 from deployments.cluster.timings import DEFAULT_TIMINGS, Timings
 from deployments.errors import RequestFault, SessionError, TooManyParts
 from deployments.host.tasks import OwnTasks
 from deployments.manager.calls import Manager
 from deployments.messages import Handoff
+from deployments.tracing import attributes as names
 from transfer.control.messages import NAME_CHARS
 
 logger = logging.getLogger("baton.core")
@@ -84,8 +86,10 @@ class ClusterCore(EngineCoreClient):
         context = request_context.current.get()
         name_adapter(request)
         keep_apart(request, context)
-        answer = Answer(request, context, self._batch, meter=self._session_meter(request, context))
-        answer.timeline = self._timeline(answer)
+        answer = Answer(request, context, self._batch)
+        if context is None or not context.explains:
+            answer.meter, answer.timeline = self._session_meter(request, context), self._timeline(answer)
+            answer.spans = _spans(request, context, self._means.handoff)
         recovery = Recovery(self._limits, self._timings)
         session = self._open[request.request_id] = OpenSession(answer, self._means, recovery, self._session_timeout_s)
         if refusal := self._refusal or _too_long(request.request_id) or _enter(session, answer, context):
@@ -126,7 +130,7 @@ class ClusterCore(EngineCoreClient):
     # ---- sessions
 
     def _session_meter(self, request: EngineCoreRequest, context: RequestContext | None) -> SessionMeter | None:
-        if self._meter is None or (context is not None and context.explains):
+        if self._meter is None:
             return None
         prompt_tokens = len(request.prompt_token_ids or ())
         return SessionMeter(self._meter, prompt_tokens, None if context is None else context.arrived_s)
@@ -164,6 +168,23 @@ class ClusterCore(EngineCoreClient):
             if attempt := self._means.running.get(output.request_id):
                 attempt.take(replica_id, output, came.timestamp)
         self._batch.flush()
+
+
+def _spans(request: EngineCoreRequest, context: RequestContext | None, handoff: Handoff) -> SessionSpans | None:
+    """What makes the spans of a session; None where its request is not traced."""
+    if context is None or context.span is None or not context.span.is_recording:
+        return None
+    params = request.sampling_params
+    assert params is not None
+    told = {
+        names.REQUEST_ID: context.request_id,
+        names.SESSION: request.request_id,
+        names.PROMPT_TOKENS: len(request.prompt_token_ids or ()),
+        names.MAX_TOKENS: params.max_tokens or 0,
+        names.TEMPERATURE: params.temperature,
+        names.TOP_P: params.top_p,
+    }
+    return SessionSpans(context.span, handoff, told)
 
 
 def _too_long(request_id: str) -> SessionError | None:

@@ -48,7 +48,13 @@ class Remainder:
 
 
 def session_request(
-    left: Remainder, context: RequestContext | None, handoff: Handoff, block_size: int, session_id: str, digest: int = 0
+    left: Remainder,
+    context: RequestContext | None,
+    handoff: Handoff,
+    block_size: int,
+    session_id: str,
+    digest: int = 0,
+    traceparent: str = "",
 ) -> SessionRequest:
     """The request to place a session. Tokens that were answered before are computed like a prompt. `digest`: of it."""
     request = left.request
@@ -74,6 +80,7 @@ def session_request(
         answered_tokens=len(left.answered),
         digest=digest,
         quota=context.next_quota() if context else None,
+        traceparent=traceparent,
     )
 
 

@@ -26,6 +26,14 @@ class Event(Protocol):
     timestamp: float
 
 
+def engine_times(events: Sequence[Event], stamp_s: float) -> tuple[float, float] | None:
+    """The seconds that a prompt waited in an engine, and those until its first output, of `stamp_s`; None: not told."""
+    times = {int(event.type): event.timestamp for event in reversed(events)}
+    if QUEUED not in times or SCHEDULED not in times:
+        return None
+    return max(0.0, times[SCHEDULED] - times[QUEUED]), max(0.0, stamp_s - times[SCHEDULED])
+
+
 class PrefillStats(Protocol):
     """vLLM's, of one prompt. All in tokens."""
 
@@ -34,14 +42,6 @@ class PrefillStats(Protocol):
     num_cached_tokens: int
     num_local_cached_tokens: int
     num_external_cached_tokens: int
-
-
-def engine_times(events: Sequence[Event], stamp_s: float) -> tuple[float, float] | None:
-    """Seconds in an engine's queue, and those of the prefill up to `stamp_s`. None where the events do not say."""
-    times = {int(event.type): event.timestamp for event in reversed(events)}
-    if QUEUED not in times or SCHEDULED not in times:
-        return None
-    return max(0.0, times[SCHEDULED] - times[QUEUED]), max(0.0, stamp_s - times[SCHEDULED])
 
 
 class _Pool:

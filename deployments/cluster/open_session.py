@@ -16,6 +16,7 @@ from deployments.cluster.refusal import internal
 from deployments.cluster.session import State
 from deployments.errors import RequestFault, SessionError, SessionTimeout
 from deployments.host.waits import set_within
+from deployments.logs import of_session
 from deployments.manager.calls import Explain
 
 logger = logging.getLogger("baton.core")
@@ -72,7 +73,7 @@ class OpenSession:
         match self._what_follows(attempt):
             case Again(moved_from, pause_s):
                 assert attempt.session.error is not None
-                self._answer.again("move" if moved_from else "loss", attempt.session.error)
+                self._answer.again("move" if moved_from else "loss", attempt.session.error, attempt.output_tokens)
                 self._take_over(attempt, moved_from)
                 await attempt.end()
                 if pause_s:
@@ -99,7 +100,8 @@ class OpenSession:
             error, attempt.progressed, bool(answer.sent), answer.continuation_rule, moved_from=owner
         )
         if not (isinstance(follows, Again) and follows.moved_from):
-            logger.warning("session %s, placement %d: %s", answer.session_id, attempt.number, error)
+            about = of_session(answer.session_id)
+            logger.warning("session %s, placement %d: %s", answer.session_id, attempt.number, error, extra=about)
         return follows
 
     def _take_over(self, lost: Attempt, moved_from: str) -> None:
@@ -113,7 +115,7 @@ class OpenSession:
         """End what is still open of the session on replicas, and release what is still reserved for it."""
         self.now.session.interrupted()  # changes nothing unless this process shuts down in the middle of the session
         session = self.now.session
-        self._answer.ended(str(session.mode or ""), session.outcome)
+        self._answer.ended(str(session.mode or ""), session.outcome, self.now.heard_s, self.now.output_tokens)
         for attempt in self._attempts:
             attempt.end_parts()
             if attempt.session.state is not State.CLOSED:

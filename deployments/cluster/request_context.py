@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deployments.errors import SessionError
 from deployments.messages import Mode, Quota
+
+if TYPE_CHECKING:
+    from deployments.tracing.tracer import Span
 
 
 class Part(Protocol):
@@ -32,8 +35,8 @@ class RequestContext:
     another engine than the one where it began. `parts`: its open sessions. `error`: why the first of them failed, which
     ends the others. `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called
     once, when the first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client
-    has gone. `namespace`: it shares cached KV only with requests
-    of the same; None: with all. `explains`: it is not served, and its first session's `explanation` is the answer.
+    has gone. `namespace`: it shares cached KV only with requests of the same; None: with all. `explains`: it is not
+    served, and its first session's `explanation` is the answer. `span`: its span; None where it is not traced.
     """
 
     request_id: str
@@ -55,6 +58,7 @@ class RequestContext:
     left: bool = False
     explains: bool = False
     explanation: dict[str, Any] | None = None
+    span: Span | None = field(default=None, compare=False)
     _prompts: dict[int, Sequence[int]] = field(default_factory=dict)
     _answers: list[Sequence[int]] = field(default_factory=list)
 
@@ -65,12 +69,31 @@ class RequestContext:
         while self.when_begun:
             self.when_begun.pop()()
 
+    def for_background(self) -> RequestContext:
+        """The same request, for sessions that outlive its response."""
+        return RequestContext(
+            self.request_id,
+            priority=self.priority,
+            client=self.client,
+            affinity=self.affinity,
+            chat=self.chat,
+            namespace=self.namespace,
+            most_parts=self.most_parts,
+            quota=self.quota,
+            span=self.span,
+        )
+
     def next_quota(self) -> Quota | None:
         """What the next placement is counted as: the first one as the whole request, the others as parts of it."""
         quota = self.quota
         if quota is not None and quota.answers:
             self.quota = replace(quota, answers=0)
         return quota
+
+    @property
+    def sessions(self) -> int:
+        """The number of its sessions so far."""
+        return len(self._answers)
 
     @property
     def prompt_tokens(self) -> int:

@@ -37,6 +37,7 @@ def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine
             receives=receives,
             prompt_share=config.placement.prompt_share,
             lora=config.lora,
+            log_format=config.log_format,
         )
     from deployments.engine.mock.engine import MockEngine
     from transfer.memory.in_process_plane import InProcessPlane

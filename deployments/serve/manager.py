@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import cast
 
+from ray import serve
 from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig
+from deployments import logs
 from deployments.host.garbage import Collector
 from deployments.host.tasks import OwnTasks
-from deployments.manager.calls import A, Call, Report
+from deployments.manager.calls import A, Call, Open, Report
 from deployments.manager.manager import LISTEN_S, SessionManager
 from deployments.manager.server import ManagerServer
+from deployments.manager.spans import traced
 from deployments.manager.trace_file import TraceFile
 from deployments.manager.traffic import Traffic
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import until_leaving
 from deployments.serve.metrics import publish, registry_of
-from deployments.serve.scaling import TARGET
+from deployments.serve.scaling import MANAGER, TARGET
 from deployments.serve.sizes import sizes
+from deployments.tracing.start import tracer_of
 
 
 class ServeSessionManager(SessionManager):
     """See `SessionManager`."""
 
     async def __init__(self, config: BatonConfig) -> None:  # type: ignore[misc]
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        logs.start(config.log_format, MANAGER, replica_id)
+        self._tracer = tracer_of(config, MANAGER, replica_id)
         self._trace = TraceFile(config.trace, config.block_size) if config.trace else None
         traffic = Traffic(self._trace.put, config.placement.default_class) if self._trace else None
         super().__init__(config, listen_s=LISTEN_S, traffic=traffic)
@@ -50,6 +58,8 @@ class ServeSessionManager(SessionManager):
         self._traffic.end()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
+        if self._tracer is not None:
+            await self._tracer.close()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this where the configuration has `scaling`: the replicas that each pool should have.
@@ -66,6 +76,8 @@ class ServeSessionManager(SessionManager):
         """
         if isinstance(call, Report):
             self._collector.tick(time.monotonic())
+        elif self._tracer is not None and isinstance(call, Open) and call.request.traceparent:
+            return cast(A, await traced(self._tracer, call, super().ask(call)))
         return await super().ask(call)
 
     async def __del__(self) -> None:

@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from configs.schema import BatonConfig, role_of
+from deployments import logs
 from deployments.engine.build import build_engine
 from deployments.engine.protocol import EngineError, Identity, WorkerSpans
 from deployments.host.garbage import starting
@@ -21,11 +22,13 @@ from deployments.messages import Locate, Role
 from deployments.replica.drain import drain
 from deployments.replica.meter import ReplicaMeter
 from deployments.replica.replica import Replica
+from deployments.replica.spans import TracedRuns
 from deployments.serve.cluster_secret import cluster_secret
 from deployments.serve.leaving import is_application_leaving, until_leaving
 from deployments.serve.metrics import publish, registry_of
 from deployments.serve.ports import manager_client
 from deployments.serve.scaling import SESSIONS
+from deployments.tracing.start import tracer_of
 
 logger = logging.getLogger("baton.replica")
 
@@ -46,14 +49,19 @@ class ServeReplica:
             host=get_node_ip_address(),
             strict=baton.pools[pool].strict,
         )
+        logs.start(baton.log_format, pool, identity.replica_id)
         with starting():
             secret = cluster_secret(baton)
             engine = build_engine(baton, identity, secret)
             self._manager = manager_client(manager, baton)
             self._replica = Replica(identity, engine, self._manager, baton.placement)
-            self._links = LinkServer(self._replica, secret, baton.placement.ingress_lease_s)
+            self._runs = TracedRuns(self._replica, pool)
+            runs = self._replica if baton.tracing is None else self._runs
+            self._links = LinkServer(runs, secret, baton.placement.ingress_lease_s)
             await self._links.start(identity.host)
             await self._replica.start()
+        # The engine's processes are forked before there is a thread that sends spans.
+        self._runs.tracer = tracer_of(baton, pool, identity.replica_id)
         self._drained = asyncio.create_task(self._drain(baton.placement.drain_s), name="baton-drain")
         if (registry := registry_of(baton, pool=pool)) is not None:
             self._tasks.own(publish(registry, ReplicaMeter(registry, self._replica).collect), "metrics")
@@ -72,6 +80,8 @@ class ServeReplica:
         await self._replica.stop()
         self._links.close()
         self._tasks.cancel()
+        if self._runs.tracer is not None:
+            await self._runs.tracer.close()
 
     async def address(self, asked: Locate) -> str:
         """Where ingresses connect to this replica, to run sessions on it."""

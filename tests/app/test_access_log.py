@@ -30,6 +30,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 
 async def _serve(context: RequestContext, receive: Receive) -> None:
     """Two answers to one prompt, as with n = 2."""
+    context.priority = "fast"
     prompt, answers = [1, 2, 3], ([5, 6], [7])
     for answer in answers:
         context.note_session(prompt, answer)
@@ -50,6 +51,7 @@ async def test_a_request_that_is_served(lines: Lines, messages: Any) -> None:
         "path": "/v1/completions",
         "status": 200,
         "outcome": "ok",
+        "class": "fast",
         "mode": "disaggregated",
         "rule": "lora",
         "prompt_tokens": 3,
@@ -67,8 +69,32 @@ async def test_an_error_has_its_code_and_reason(lines: Lines, path: str) -> None
     await post(Toy(start(400), body(b'{"error": {"message": "no", "code": 400}}')), path=path)
     await post(Toy(*OK), path=path, content=b"x" * 101)
     told = [(line["status"], line["outcome"], line["code"], line["reason"]) for line in lines()]
-    assert told[:2] == [(429, "error", "queue_full", "full"), (400, "error", 400, "no")]
-    assert told[2][:3] == (413, "error", "body_too_large")
+    assert told[:2] == [(429, "error", "queue_full", "full"), (400, "error", 400, None)]
+    assert told[2] == (413, "error", "body_too_large", "the request body is over 100 bytes")
+
+
+SECRET = "a poem about my neighbour"
+
+
+async def _misread(context: RequestContext, receive: Receive) -> None:
+    context.error = errors.RequestFault(f"the grammar cannot be used: {SECRET}")
+
+
+async def _raise(scope: Scope, receive: Receive, send: Send) -> None:
+    raise RuntimeError(f"no handler: {SECRET}") from ValueError(SECRET)
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+async def test_no_line_quotes_what_a_client_has_written(
+    lines: Lines, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """vLLM's errors quote the field that is wrong, and an engine's error its grammar."""
+    said = json.dumps({"error": {"message": f"'input': '{SECRET}'", "code": status}}).encode()
+    await post(Toy(start(status), body(said)), content=json.dumps({"prompt": SECRET}).encode())
+    await post(Toy(*OK, act=_misread), content=json.dumps({"prompt": SECRET}).encode())
+    await post(_raise)
+    assert [line["code"] for line in lines()] == [status, "request_refused", 400]
+    assert SECRET not in caplog.text
 
 
 async def test_our_own_routes_have_lines(lines: Lines) -> None:
@@ -124,8 +150,12 @@ async def test_a_client_that_left(lines: Lines, begun: bool) -> None:
     assert (line["status"], line["outcome"]) == (200 if begun else None, "client_left")
 
 
+async def _fail_at_length(context: RequestContext, receive: Receive) -> None:
+    context.error = errors.Overloaded("a\nb" * 1000, 1.0, "queue_full")
+
+
 async def test_a_line_is_whole_whatever_a_client_sends(lines: Lines) -> None:
-    await post(Toy(start(404), body(json.dumps({"detail": "a\nb" * 1000}).encode())), path="/" + "x" * 1000)
+    await post(Toy(*OK, act=_fail_at_length), path="/" + "x" * 1000)
     (line,) = lines()
     assert (len(line["path"]), len(line["reason"])) == (500, 500)
     assert line["reason"].startswith("a\nb")

@@ -589,6 +589,7 @@ async def test_the_server_is_still_whole(server: Server) -> None:
     [
         ({"tool_cal_parser": "hermes"}, "no option 'tool_cal_parser'"),
         ({"max_model_len": 9}, "may not set .'max_model_len'."),
+        ({"otlp_traces_endpoint": "http://collector:4317"}, "may not set .'otlp_traces_endpoint'."),
         ({"enable_auto_tool_choice": True}, "requires --tool-call-parser"),
         ({"chat_template_content_format": "nonsense"}, "chat-template-content-format"),
         ({"uvicorn_log_level": 5}, "uvicorn-log-level"),
@@ -606,3 +607,9 @@ async def test_server_options_are_taken(model_path: Path) -> None:
     assert config.model_config.max_model_len == 2048
     assert config.model_config.served_model_name == MODEL
     assert str(config.model_config.dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_vllm_writes_logs_as_baton_does(model_path: Path, log_format: str) -> None:
+    config = _config().model_copy(update={"log_format": log_format})
+    assert frontend_config(config, str(model_path)).logging_config.formatter == log_format

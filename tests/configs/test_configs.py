@@ -421,3 +421,16 @@ def test_pools_of_one_application_may_be_unlike() -> None:
     assert compiled["VLLM_USE_AOT_COMPILE"] == "0", "vLLM 0.32 cannot load it on CPU"
     scaling = big._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_serve_writes_its_lines_in_the_format_of_the_logs(log_format: str) -> None:
+    whole = vllm_arguments() | {"log_format": log_format, "ingress": {"stored_responses": {}}}
+    for name, deployment in deployments(build(BatonConfig.model_validate(whole))).items():
+        said = deployment._deployment_config.logging_config
+        if name == "ingress":
+            assert said["enable_access_log"] is False, "it has one of its own"
+        elif log_format == "text":
+            assert said is None, "what the Serve file says counts"
+            continue
+        assert said["encoding"] == log_format.upper()

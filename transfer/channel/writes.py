@@ -88,7 +88,8 @@ class Writes:
                 agent = self._peers.agents[job.peer]
                 handle = self._plane.write(agent.name, write.layer, write.local, write.remote)
             except PlaneError as error:
-                logger.warning("session %s: %s", job.handoff[0][0], error)
+                session_id = job.handoff[0][0]
+                logger.warning("session %s: %s", session_id, error, extra={"session_id": session_id})
                 self._end(job, now, ok=False)
                 continue
             self._trace("layer_write", session=job.handoff[0][0], layer=write.layer, blocks=len(write.local))

@@ -43,7 +43,8 @@ class TokenSender:
         try:
             self._socket(address).send(self._seal.pack(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # the queue is full, or the address is invalid
-            logger.warning("a first token to %s is lost: %s", address, error)
+            about = {"session_id": message.session}
+            logger.warning("a first token to %s is lost: %s", address, error, extra=about)
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
         socket = self._sockets.pop(address, None) or self._connect(address)

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from transfer.channel.channel import Channel
 from transfer.channel.handoff_log import Span
+from transfer.vllm import logs
 from transfer.vllm.faults import note_fault
 from transfer.vllm.lifeline import die_with_parent
 from transfer.vllm.scheduler_side import SchedulerSide
@@ -40,6 +41,7 @@ class BatonConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         die_with_parent()
+        logs.join(vllm_config)
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise ValueError(
                 "this model has several KV cache groups, which Baton's channel does not carry; "

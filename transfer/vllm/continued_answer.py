@@ -73,7 +73,8 @@ class AnsweredRequests:
         """False when the request's grammar forbids tokens that another engine allowed. The request then fails."""
         if self._scheduler.structured_output_manager.accept_tokens(request, tokens):
             return True
-        logger.error("request %s: its grammar forbids what was answered elsewhere", request.request_id)
+        about = {"session_id": request.request_id}
+        logger.error("request %s: its grammar forbids what was answered elsewhere", request.request_id, extra=about)
         self._scheduler.grammar_compile_error_reqs.add(request.request_id)
         return False
 

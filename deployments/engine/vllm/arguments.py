@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, LoggingConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -36,7 +36,7 @@ class EngineArguments:
     `model_path`: a checkpoint directory or a Hugging Face name. `secret`: the deployment's, which seals control
     messages. `host`: the address at which peers reach the channel. `device`: whose data sheet gives the first guess of
     its speed; None: the one that vLLM says it runs on. `receives`: peers write KV to this engine, too. `prompt_share`:
-    as in the configuration. `lora`: None where no adapters are served.
+    as in the configuration. `lora`: None where no adapters are served. `log_format`: `text` or `json`.
     """
 
     config: VllmEngineConfig
@@ -51,6 +51,7 @@ class EngineArguments:
     receives: bool = True
     prompt_share: float = PROMPT_SHARE
     lora: LoraConfig | None = None
+    log_format: Literal["text", "json"] = "text"
 
     @property
     def kv_role(self) -> Literal["kv_producer", "kv_both"]:
@@ -102,6 +103,8 @@ class EngineArguments:
             "quantization": config.quantization,
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
+        if self.log_format == "json":
+            optional["logging_config"] = LoggingConfig(formatter="json")
         if self.lora is not None:
             optional |= {"enable_lora": True} | self.lora.model_dump(exclude={"adapters"})
         return {name: value for name, value in optional.items() if value is not None}

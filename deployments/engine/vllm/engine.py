@@ -9,7 +9,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from vllm.config import KVTransferConfig
@@ -46,7 +46,7 @@ EXIT_S = 1.0  # the longest that a dead engine's process takes to end
 class VllmEngine:
     """One engine core with Baton's KV connector. `model_path`: a checkpoint directory or a Hugging Face name.
 
-    `device`, `receives`, `prompt_share`, `lora`: see `EngineArguments`.
+    `device`, `receives`, `prompt_share`, `lora`, `log_format`: see `EngineArguments`.
     """
 
     _worker_extension = "transfer.vllm.connector.WorkerExtension"
@@ -66,9 +66,22 @@ class VllmEngine:
         receives: bool = True,
         prompt_share: float = PROMPT_SHARE,
         lora: LoraConfig | None = None,
+        log_format: Literal["text", "json"] = "text",
     ) -> None:
         self._arguments = EngineArguments(
-            config, model, channel, model_path, role, replica_id, secret, host, device, receives, prompt_share, lora
+            config,
+            model,
+            channel,
+            model_path,
+            role,
+            replica_id,
+            secret,
+            host,
+            device,
+            receives,
+            prompt_share,
+            lora,
+            log_format,
         )
         self._adapters = Adapters(lora.max_cpu_loras if lora else 0)
         self._client: AsyncMPClient | None = None

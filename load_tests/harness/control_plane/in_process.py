@@ -145,10 +145,14 @@ class InProcess:
         await self._ingress.close()
 
     async def ask(self, prompt: Sequence[int], **sampling: Any) -> Answer:
-        """Add a request as vLLM's frontend does. `request_id` may be given, too, and `explains`: it is not served."""
+        """Add a request as vLLM's frontend does.
+
+        `request_id` may be given, the `span` of its HTTP request, and `explains`: it is not served.
+        """
         self._asked += 1
         request_id = sampling.pop("request_id", f"request-{self._asked}")
-        context = RequestContext(request_id, explains=sampling.pop("explains", False))
+        of = {"explains": sampling.pop("explains", False), "span": sampling.pop("span", None)}
+        context = RequestContext(request_id, **of)
         answer = self.answers[request_id] = Answer(request_id, context)
         self.points.reached("opening")
         await self._ingress.add(answer, prompt, sampling)

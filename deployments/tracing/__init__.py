@@ -1,0 +1,1 @@
+"""Spans of requests for an OpenTelemetry collector. Without `tracing` in the configuration nothing here is loaded."""

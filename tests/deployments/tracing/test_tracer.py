@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ from pydantic import ValidationError
 from vllm.tracing import SpanAttributes
 
 from configs.schema import BatonConfig, MockEngineConfig, PoolConfig, TracingConfig
-from deployments.tracing import attributes
+from deployments.tracing import attributes, tracer
 from deployments.tracing.start import tracer_of
 from deployments.tracing.tracer import to_collector
 from tests.traces import PARENT, TRACE, TRACEPARENT, Kept, collector
@@ -79,10 +81,10 @@ def test_a_trace_that_is_left_out_is_passed_on_as_such() -> None:
 
 async def test_spans_reach_a_collector_with_the_name_of_their_process() -> None:
     with collector() as received:
-        tracer = to_collector(TracingConfig(otlp=f"{received.url}/"), "baton-ingress", "r1", {"model": "m"})
-        span = tracer.begin("request", {"traceparent": TRACEPARENT}, {"a": 1, "b": 0.5, "c": True, "d": "x"})
+        made = to_collector(TracingConfig(otlp=f"{received.url}/"), "baton-ingress", "r1", {"model": "m"})
+        span = made.begin("request", {"traceparent": TRACEPARENT}, {"a": 1, "b": 0.5, "c": True, "d": "x"})
         span.end(time.monotonic())
-        await tracer.close()
+        await made.close()
     (sent,) = received.spans
     assert (sent.service, sent.instance, sent.name) == ("baton-ingress", "r1", "request")
     assert (sent.trace_id, sent.parent) == (TRACE, PARENT)
@@ -91,27 +93,38 @@ async def test_spans_reach_a_collector_with_the_name_of_their_process() -> None:
 
 async def test_none_is_sent_of_what_is_not_sampled() -> None:
     with collector() as received:
-        tracer = to_collector(TracingConfig(otlp=received.url, sample=0.0), "baton-ingress", "r1", {})
-        tracer.begin("left out", {}, {}).end(time.monotonic())
-        tracer.begin("wanted", {"traceparent": TRACEPARENT}, {}).end(time.monotonic())
-        await tracer.close()
+        made = to_collector(TracingConfig(otlp=received.url, sample=0.0), "baton-ingress", "r1", {})
+        made.begin("left out", {}, {}).end(time.monotonic())
+        made.begin("wanted", {"traceparent": TRACEPARENT}, {}).end(time.monotonic())
+        await made.close()
     assert [sent.name for sent in received.spans] == ["wanted"]
 
 
 async def test_where_the_environment_names_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as received:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.url)
-        tracer = tracer_of(config(TracingConfig()), "decode-a", "r2")
-        assert tracer is not None
-        tracer.begin("part", {}, {}).end(time.monotonic())
-        await tracer.close()
+        made = tracer_of(config(TracingConfig()), "decode-a", "r2")
+        assert made is not None
+        made.begin("part", {}, {}).end(time.monotonic())
+        await made.close()
     (sent,) = received.spans
     assert (sent.service, sent.attributes) == ("baton-decode-a", {attributes.MODEL: config(None).model.name})
 
 
 async def test_grpc_has_an_exporter_too() -> None:
-    tracer = to_collector(TracingConfig(otlp="http://127.0.0.1:9", protocol="grpc"), "baton-ingress", "r1", {})
-    await tracer.close()
+    made = to_collector(TracingConfig(otlp="http://127.0.0.1:9", protocol="grpc"), "baton-ingress", "r1", {})
+    await made.close()
+
+
+async def test_a_collector_that_is_away_holds_up_no_process_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer, "CLOSE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
+        made = to_collector(
+            TracingConfig(otlp=f"http://127.0.0.1:{silent.getsockname()[1]}"), "baton-ingress", "r1", {}
+        )
+        made.begin("request", {}, {}).end(time.monotonic())
+        async with asyncio.timeout(60):
+            await made.close()
 
 
 @pytest.mark.parametrize("otlp", ["collector:4318", "grpc://collector", "http://", ""])

@@ -53,6 +53,13 @@ ok  port 8265      free
 ok  clock          tsc
 ```
 
+And the lines that `--transfer` adds there:
+
+```
+ok    kv by UCX's choice   1.31 GB/s at most; 139 MB came as they were sent
+ok    kv by TCP            1.08 GB/s at most; 139 MB came as they were sent
+```
+
 ## baton plan
 
 All options are those of the planner: `baton plan --help`, and [Plan](../guides/planning.md). With `--json` the

@@ -13,7 +13,7 @@ from typing import Any
 
 from app.cli.doctor import Line
 
-WAYS: tuple[tuple[str, str | None], ...] = (("UCX's choice", None), ("TCP", "tcp"), ("shared memory", "sm"))
+WAYS: tuple[tuple[str, str | None], ...] = (("UCX's choice", None), ("TCP", "tcp"), ("shared memory", "sm,tcp"))
 """Their names, and the value of UCX_TLS. Across machines it is TCP or RDMA; between processes of one, any of them."""
 STEP_S, LONGEST_S = 60, 240
 Try = Callable[[str, str | None], dict[str, Any]]

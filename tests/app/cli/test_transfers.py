@@ -24,7 +24,7 @@ def test_each_way_is_tried_on_main_memory_and_the_gpu_by_the_default() -> None:
         return GOOD
 
     lines = list(transfers.transfers(True, attempt))
-    assert asked == [("cpu", None), ("cpu", "tcp"), ("cpu", "sm"), ("cuda", None)]
+    assert asked == [("cpu", None), ("cpu", "tcp"), ("cpu", "sm,tcp"), ("cuda", None)]
     assert {line.level for line in lines} == {"ok"}
     assert lines[0].found == "1.25 GB/s at most; 2 MB came as they were sent"
     asked.clear()

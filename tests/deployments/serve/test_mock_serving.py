@@ -22,6 +22,7 @@ from tests.e2e.client import Load, answer_to, events, until
 from tests.e2e.cluster import NAME, Cluster, processes, started, total
 from tests.e2e.proxied import is_served
 
+ADMIN_KEY = "secret"
 DRAIN_S, BACK_WITHIN_S = 30.0, 300.0
 LOOPBACK, EVERYWHERE = "0100007F", "00000000"  # as /proc writes addresses
 PROMPT_TOKENS, ANSWER_TOKENS, BLOCK = 40, 400, 16
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mock(folder: Path) -> Iterator[Cluster]:
     more: dict[str, Any] = {
-        "ingress": {"stored_responses": {}},
+        "ingress": {"stored_responses": {}, "admin_key": ADMIN_KEY},
         "trace": {"path": str(folder / "traffic.jsonl")},
     }
     with started("mock.yaml", folder, more=more, drain_s=DRAIN_S) as cluster:
@@ -152,6 +153,43 @@ def listening(pid: int) -> set[str]:
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
     ]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+async def test_a_request_is_explained_and_not_served(mock: Cluster) -> None:
+    before = (await asyncio.to_thread(mock.settled))["modes"]
+    async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
+        answer = await client.post("/baton/explain", json=ask(list(range(5000, 5040)), stream=True))
+        wrong = await client.post("/baton/explain", json=ask([1], max_tokens=-1))
+    assert answer.status_code == 200
+    found = answer.json()
+    assert found["request"]["prompt_tokens"] == 40
+    assert found["decision"]["outcome"] == "placed"
+    assert (await asyncio.to_thread(mock.settled))["modes"] == before
+    assert wrong.status_code == 400, "as the request itself would be"
+
+
+async def test_a_replica_is_drained_under_load_and_put_back(mock: Cluster) -> None:
+    asked = questions(800)
+    expected = await answers(mock, asked)
+    (replica,) = mock.status()["pools"]["decode-large"]["replicas"]
+
+    def phase() -> str:
+        return str(mock.status()["pools"]["decode-large"]["replicas"][replica]["phase"])
+
+    def left() -> int:
+        return sum(replica in (each["prefill"], each["decode"]) for each in mock.status()["promises"])
+
+    async with httpx.AsyncClient(base_url=mock.url, headers={"x-baton-admin-key": ADMIN_KEY}) as admin:
+        async with Load(mock, asked, 8) as load:
+            await until(lambda: left() > 0, BACK_WITHIN_S, "it has sessions")
+            drained = await admin.post(f"/baton/replicas/{replica}/drain")
+            assert (drained.status_code, drained.json()["draining"]) == (200, True)
+            await until(lambda: phase() == "draining" and left() == 0, BACK_WITHIN_S, "it is empty")
+        resumed = await admin.post(f"/baton/replicas/{replica}/resume")
+        assert (resumed.status_code, resumed.json()["draining"]) == (200, False)
+        await until(lambda: phase() == "ready", BACK_WITHIN_S, "it serves again")
+        assert (await admin.post("/baton/replicas/none/drain")).status_code == 404
+    assert [said for said in load.said if said.error or said.tokens != expected[said.asked]] == []
 
 
 def questions(max_tokens: int) -> list[dict[str, Any]]:

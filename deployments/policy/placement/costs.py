@@ -155,15 +155,20 @@ class Costs:
 
     @cached_property
     def mixed_step_s(self) -> Numbers:
-        """Seconds from one token of the answer to the next in the mean, by the tokens that it gets in a second.
+        """Seconds from one token of the answer to the next, expected of steps with prompts in them and those without.
 
-        For a share of the time there are prompts in the steps, which are then longer and so fewer.
+        For a share of the time there are prompts in the steps, which are then longer and so fewer: the mean is over the
+        time. With a TPOT objective it is over the steps, which is more: such an answer keeps away from prompts, for
+        bad luck with a few of them would make it late.
         """
         outlook = self._outlook
-        load = outlook.prefill_load
-        beside_s, alone_s = np.maximum(self.beside_s, TINY_S), np.maximum(outlook.step_s, TINY_S)
-        step_s: Numbers = 1.0 / (load / beside_s + (1.0 - load) / alone_s)
-        return step_s
+        load, alone_s = outlook.prefill_load, outlook.step_s
+        if self._here.objectives[1] < np.inf:
+            safe_s: Numbers = alone_s + load * (self.beside_s - alone_s)
+            return safe_s
+        beside_s, alone_s = np.maximum(self.beside_s, TINY_S), np.maximum(alone_s, TINY_S)
+        mean_s: Numbers = 1.0 / (load / beside_s + (1.0 - load) / alone_s)
+        return mean_s
 
     @cached_property
     def slower(self) -> Numbers:

@@ -284,3 +284,21 @@ def test_pairs_that_are_left_out_would_not_have_been_chosen(
             cluster.decide()
             cluster.turn()
     assert policy.found >= {(True, False), (False, True)}
+
+
+def test_prompts_slow_an_answer_by_the_time_that_they_take_and_one_with_an_objective_keeps_away_from_them() -> None:
+    """For half of its time a replica computes prompts, in steps ten times as long."""
+    free, bound = idle_field(100, 400, {}), idle_field(100, 400, {})
+    free.objectives = (math.inf, math.inf)
+    for here in (free, bound):
+        row = here.columns.rows["m"]
+        here.columns["flow_s"][row], here.columns["flow_at_s"][row] = 0.5 * WINDOW_S, 0.0
+        here.columns["sessions"][row] = 1.0
+    costs = Costs(free)
+    alone_s, beside_s = float(free.outlook.step_s[row]), float(costs.beside_s[row])
+    assert beside_s > 5 * alone_s
+    tokens_per_s = 0.5 / beside_s + 0.5 / alone_s
+    assert costs.mixed_step_s[row] == pytest.approx(1.0 / tokens_per_s)
+    assert costs.mixed_step_s[row] < 2 * alone_s, "half of the time is left to it"
+    safe = Costs(bound)
+    assert safe.mixed_step_s[row] == pytest.approx((alone_s + float(safe.beside_s[row])) / 2)

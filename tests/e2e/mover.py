@@ -1,7 +1,7 @@
 """A driver on the application's Ray, `RAY_ADDRESS` in its environment, that has replicas let their sessions go.
 
-Its arguments are pools. For every line of its input, the name of one of them, it prints how many sessions go from a
-replica of the pool.
+Its arguments are pools. For every line of its input, the name of one of them, it prints how many sessions go from the
+replicas of the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mover:
         assert self._told.readline().strip() == "ready"
 
     def let_go(self, pool: str) -> int:
-        """Have a replica of a pool let all its sessions go; how many those were."""
+        """Have all replicas of a pool let all their sessions go; how many those were."""
         self._asked.write(f"{pool}\n")
         self._asked.flush()
         return int(self._told.readline())
@@ -57,7 +57,7 @@ def main(pools: list[str]) -> None:
         handle.counters.remote().result(timeout_s=60)  # Serve tells a new handle about its replicas
     print("ready", flush=True)
     for line in sys.stdin:
-        print(handles[line.strip()].move_out.remote().result(timeout_s=60), flush=True)
+        print(sum(handles[line.strip()].broadcast("move_out").results(timeout_s=60)), flush=True)
 
 
 if __name__ == "__main__":

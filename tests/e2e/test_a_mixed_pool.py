@@ -79,7 +79,7 @@ async def test_an_answer_goes_on_on_the_other_replica_with_its_kv_cache(
     with mover_of(mixed, POOL) as mover:
         async for choice in streamed(mixed, asked, LONG_ANSWER_TOKENS):
             told += choice["token_ids"] or []
-            if len(told) >= 5 and not moved:  # Serve asks either replica, and only one has the answer
+            if len(told) >= 5 and not moved:
                 moved = await asyncio.to_thread(mover.let_go, POOL)
     assert moved == 1
     assert told == reference["recovery-long"]

@@ -23,7 +23,7 @@ from load_tests.harness.control_plane import LARGE, PREFILL, Answer, InProcess, 
 
 PACE = {"step_s": 0.004, "sequence_s": 0.002, "prefill_tokens_per_s": 200.0}
 FIRST, SECOND = "mixed-main-0", "mixed-main-1"
-LONG_PROMPT = 420  # over two seconds
+LONG_PROMPT = 420  # over two seconds, or four
 _random = random.Random(18)
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,9 @@ def prompt(tokens: int) -> list[int]:
     return [_random.randint(100, 40_000) for _ in range(tokens)]
 
 
-def mixed(**placement: Any) -> BatonConfig:
+def mixed(pace: dict[str, float] = PACE, **placement: Any) -> BatonConfig:
     """One pool of mixed replicas."""
-    made = config(PACE, scale=4, **{"split": "auto", **placement})
+    made = config(pace, scale=4, **{"split": "auto", **placement})
     return made.model_copy(update={"prefill": None, "decode": {}, "mixed": {"main": made.decode["large"]}})
 
 
@@ -95,7 +95,7 @@ def rests(owners: dict[str, list[tuple[float, str]]]) -> list[float]:
 
 
 async def test_an_answer_makes_way_for_a_long_prompt(launch: Callable[..., Any]) -> None:
-    cluster = await launch(mixed(), [FIRST, SECOND])
+    cluster = await launch(mixed(PACE | {"prefill_tokens_per_s": 100.0}), [FIRST, SECOND])
     prompts = [prompt(8), prompt(9), prompt(LONG_PROMPT)]
     async with watched(cluster) as owners:
         answers = await asked_in_turn(cluster, prompts[:2], 300)

@@ -257,15 +257,15 @@ async def test_a_crowd_is_moved_about_and_nothing_is_computed_again(model: Path)
 
 async def test_without_a_block_to_spare_a_moved_session_computes_again(model: Path) -> None:
     """Two decode engines that hold one session each, which takes all blocks."""
-    tokens, size = 192, 64
+    tokens, size = 384, 128
     one = pool(
         block_size=size, kv_cache_memory_bytes=(tokens // size + 1) * size * LAYERS * HEADS * 2 * HEAD_DIM * FLOAT32
     )
     async with cluster(model, pool(block_size=size), one, one, max_model_len=tokens) as engines:
-        for known, again in ((20, False), (50, True)):
-            asked = prompt(90)
-            whole = await engines.alone(asked, max_tokens=tokens - 90)
-            answer = await (await engines.ask(asked, max_tokens=tokens - 90)).has(known)
+        for known, again in ((2, False), (140, True)):  # far from the ends of blocks: the engines go on meanwhile
+            asked = prompt(130)
+            whole = await engines.alone(asked, max_tokens=tokens - 130)
+            answer = await (await engines.ask(asked, max_tokens=tokens - 130)).has(known)
             computed = count_computed(engines)
             assert sum([engines.replicas[each].move_out() for each in (SMALL, LARGE)]) == 1
             assert (await answer.over()).tokens == whole

@@ -17,8 +17,8 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from app.access.gate import ADMIN_KEY, is_admin, shows
-from app.errors import Answer, answer, error_body, type_of
+from app.access.gate import check_admin
+from app.errors import AdminOnly, Answer, answer, error_body, type_of
 from configs.schema import BatonConfig
 from deployments.checkpoint.adapter import adapter_id
 from deployments.checkpoint.errors import AdapterError
@@ -137,14 +137,10 @@ async def serve_adapters(app: FastAPI, config: BatonConfig, manager: Manager) ->
     key = config.ingress.admin_key
 
     def refusal(request: Request) -> Response | None:
-        if is_admin(request.scope):
-            return None
-        if key is None:
-            return _refused(
-                403, "adapters are loaded only with `ingress.admin_key`, or with an API key that has `admin`"
-            )
-        if not shows(request.scope, key):
-            return _refused(403, f"the header {ADMIN_KEY} does not hold the administrator's key")
+        try:
+            check_admin(request.scope, key)
+        except AdminOnly as error:
+            return _refused(403, str(error))
         return None
 
     @app.post("/v1/load_lora_adapter")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.access.gate import KEY, Gate, key_of, quota_of
 from app.access_log import Entry
-from app.admin import drain, drain_of
+from app.admin import check_drain, drain_of, drained
 from app.body_text import check_text
 from app.body_types import check_types
 from app.body_values import check_values
@@ -41,7 +41,7 @@ from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import GrammarTooLong, Overloaded, TooManyParts
-from deployments.manager.calls import Manager, Ready, Status
+from deployments.manager.calls import Drain, Manager, Ready, Status
 
 if TYPE_CHECKING:
     from deployments.tracing.tracer import Tracer
@@ -112,16 +112,14 @@ class Gateway:
             entry.write(shown.status_code)
             await shown(scope, receive, send)
             return
-        if (call := drain_of(path)) is not None:
-            own = await drain(call, scope, self._config.admin_key, self._manager, self._timings.control_s)
-            await respond(send, own)
-            entry.write(own.status, own if own.status >= 400 else None)
-            return
-        route = self._routes.get(path)
-        if route is None:
+        route, drain = self._routes.get(path), drain_of(path)
+        if route is not None:
+            own = await route() if get else answer(MethodNotAllowed(f"{scope['path']} answers GET only"))
+        elif drain is not None:
+            own = await self._drain(drain, scope)
+        else:
             await self._forward(scope, receive, send, request_id, entry)
             return
-        own = await route() if get else answer(MethodNotAllowed(f"{scope['path']} answers GET only"))
         await respond(send, own)
         entry.write(own.status, own if own.status >= 400 else None)
 
@@ -149,7 +147,15 @@ class Gateway:
         state, answered = await self._ask(Status())
         return Answer(200 if answered else 503, {**state, "ingress": self.counters})
 
-    async def _ask(self, call: Ready | Status) -> tuple[dict[str, Any], bool]:
+    async def _drain(self, call: Drain, scope: Scope) -> Answer:
+        try:
+            check_drain(scope, self._config.admin_key)
+        except RequestError as error:
+            return answer(error)
+        found, answered = await self._ask(call)
+        return drained(found) if answered else Answer(503, found)
+
+    async def _ask(self, call: Ready | Status | Drain) -> tuple[dict[str, Any], bool]:
         """The control plane's answer and True, or only an error and False when there is no answer in time."""
         try:
             return await asyncio.wait_for(self._manager.ask(call), self._timings.control_s), True

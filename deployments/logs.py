@@ -13,7 +13,10 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s %(process)d %(message)s"
 
 
 def start(log_format: Literal["text", "json"], deployment: str, replica_id: str) -> None:
-    """Write the logs of this process so, whatever wrote them before. `deployment`, `replica_id`: of this process."""
+    """Let the logs of this process be written so from now on, in the place of every handler before.
+
+    `deployment`, `replica_id`: of this process.
+    """
     if log_format != "json":
         return
     from pythonjsonlogger.json import JsonFormatter

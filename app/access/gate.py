@@ -62,6 +62,21 @@ def shows(scope: Scope, admin_key: str) -> bool:
     return hmac.compare_digest(_header(scope, ADMIN_KEY.encode()), admin_key.encode())
 
 
+def check_admin(scope: Scope, admin_key: str | None) -> None:
+    """Raises AdminOnly for a request that no administrator has made. `admin_key`: `ingress.admin_key`.
+
+    For what changes something: it needs a key also where no other route does.
+    """
+    if is_admin(scope) or (admin_key is not None and shows(scope, admin_key)):
+        return
+    why = (
+        "it needs `ingress.admin_key`, or an API key that has `admin`"
+        if admin_key is None
+        else f"the header {ADMIN_KEY} does not hold the administrator's key"
+    )
+    raise AdminOnly(f"{scope['path']} is for administrators: {why}")
+
+
 def presented(scope: Scope) -> bytes:
     """What a request has for an API key, with the scheme where it names one; b"" for nothing."""
     return next((value for name in _KEYS if (value := _header(scope, name))), b"")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from deployments.manager.calls import Drain
-from deployments.messages import Phase
 from deployments.policy.allocator import Allocator
 
 
@@ -20,8 +19,6 @@ def drain(allocator: Allocator, call: Drain, now_s: float) -> dict[str, Any]:
         ready = [view.info for view in allocator.fleet.view(now_s).ready]
         if why := allocator.cordon.refusal(snapshot.info, ready):
             return {"replica": replica_id, "refused": why, "known": True}
-        if snapshot.phase is not Phase.READY:
-            return {"replica": replica_id, "refused": f"it is {snapshot.phase.value}, and not ready", "known": True}
         allocator.cordon.drain(replica_id)
     sessions = sum(replica_id in promise.replica_ids for promise in allocator.fleet.promises())
     return {"replica": replica_id, "draining": not call.resume, "sessions": sessions}

@@ -94,7 +94,7 @@ class Allocator:
         return None
 
     def refusal(self, request: SessionRequest, now_s: float) -> Reject | None:
-        """Why no such request is placed, whatever the load."""
+        """The refusal of a request that no change of the load would let in; None for all others."""
         return self.decider.classes.refusal(request.priority) or self._poison.refusal(request.digest, now_s)
 
     def _may_retry(self, now_s: float) -> bool:

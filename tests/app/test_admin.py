@@ -60,7 +60,7 @@ async def test_a_refusal_has_a_status_and_its_reason(known: bool, status: int) -
 @pytest.mark.parametrize("answer", [None, Unavailable("gone")])
 async def test_a_manager_that_is_away_is_a_503_in_time(answer: Any) -> None:
     said = await post(Manager(answer))
-    assert (said.status_code, said.json()["error"]["code"]) == (503, "no_replica_available")
+    assert (said.status_code, said.json()["error"]["code"]) == (503, "manager_away")
 
 
 async def test_others_than_administrators_are_refused_and_the_manager_is_not_asked() -> None:

@@ -76,6 +76,7 @@ async def test_a_drain_outlives_the_session_manager(cluster: InProcess) -> None:
     await until(lambda: is_in(cluster, LARGE, Phase.DRAINING))
     answer = await cluster.answer(prompt(9), max_tokens=5)
     assert answer.reason is LENGTH
+    assert (await drained(cluster, LARGE))["draining"], "asked again, the new manager moves what is there"
     await drained(cluster, LARGE, resume=True)
     await cluster.settle()
 

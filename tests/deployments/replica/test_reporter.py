@@ -203,7 +203,7 @@ async def test_an_operator_takes_a_replica_out_of_service_and_puts_it_back(up: F
     up.manager.drain = None
     count = len(up.manager.snapshots)
     await until(lambda: len(up.manager.snapshots) > count + 3)
-    assert up.manager.last.phase is Phase.DRAINING, "it stays so, whatever the manager knows"
+    assert up.manager.last.phase is Phase.DRAINING, "the replica stays so when it is told nothing"
     up.manager.drain = False
     await up.manager.until(lambda snapshot: snapshot.phase is Phase.READY)
 

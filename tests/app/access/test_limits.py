@@ -106,7 +106,10 @@ def check(responses: list[httpx.Response], served: int, code: str) -> None:
     assert Counter(response.status_code for response in responses) == {200: served, 429: len(responses) - served}
     for response in responses:
         if response.status_code == 429:
-            assert response.json()["error"]["code"] == code
+            error = response.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}, "as OpenAI has it"
+            assert (error["type"], error["code"]) == ("rate_limit_error", code)
+            assert "the key a has" in error["message"]
             assert response.headers["retry-after"] == "61"
 
 

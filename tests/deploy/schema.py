@@ -54,7 +54,12 @@ CONTAINER = record(
     startupProbe=PROBE,
     readinessProbe=PROBE,
     resources=record("requests limits", requests=QUANTITIES, limits=QUANTITIES),
-    volumeMounts=several(record("name mountPath", name=STRING, mountPath=STRING)),
+    volumeMounts=several(
+        record("name mountPath", name=STRING, mountPath={"type": "string", "pattern": "^/"}, readOnly={"const": True})
+    ),
+)
+VOLUME = record(
+    "name", name=STRING, emptyDir=record(sizeLimit=QUANTITY), secret=record("secretName", secretName=STRING)
 )
 TOLERATION = record(key=STRING, operator={"enum": ["Exists", "Equal"]}, effect=STRING)
 POD = record(
@@ -66,7 +71,7 @@ POD = record(
         runAsNonRoot={"const": True}, runAsUser=COUNT, seccompProfile=record("type", type={"const": "RuntimeDefault"})
     ),
     containers=several(CONTAINER),
-    volumes=several(record("name", name=STRING, emptyDir=record(sizeLimit=QUANTITY))),
+    volumes=several({**VOLUME, "minProperties": 2, "maxProperties": 2}),
 )
 TEMPLATE = record("metadata spec", metadata=record(labels=TEXTS), spec=POD)
 GROUP = record(

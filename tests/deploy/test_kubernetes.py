@@ -52,6 +52,14 @@ def containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [pod["template"]["spec"]["containers"][0] for pod in pods]
 
 
+def of_secrets(pod: Group) -> dict[Path, str]:
+    """Which Secret each folder of a Pod's container is, of those that are one."""
+    spec = pod["template"]["spec"]
+    secrets = {each["name"]: each["secret"]["secretName"] for each in spec.get("volumes", []) if "secret" in each}
+    mounts = spec["containers"][0].get("volumeMounts", [])
+    return {Path(each["mountPath"]): secrets[each["name"]] for each in mounts if each["name"] in secrets}
+
+
 def ray_resources(group: Group) -> dict[str, float]:
     """What Ray counts in a Pod of a group, as KubeRay tells it."""
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -123,6 +131,23 @@ def test_a_group_begins_within_its_bounds(folder: Path) -> None:
         if incremental and name != "ingress":
             assert group["replicas"] == 0  # else the new cluster begins as large as the old one
     assert spec["rayClusterConfig"]["enableInTreeAutoscaling"]
+
+
+@each_folder
+def test_the_file_of_api_keys_is_a_secret_that_ingresses_alone_have(folder: Path, tmp_path: Path) -> None:
+    file = configuration(folder, tmp_path).ingress.keys_file
+    cluster = service(folder)["rayClusterConfig"]
+    mounted = {name: found for name, group in groups(service(folder)).items() if (found := of_secrets(group))}
+    assert not of_secrets(cluster["headGroupSpec"])
+    assert mounted == ({} if file is None else {"ingress": {file.parent: "baton-keys"}})
+
+
+def test_one_overlay_asks_for_keys_and_the_guide_makes_the_secret(tmp_path: Path) -> None:
+    files = {configuration(folder, tmp_path).ingress.keys_file for folder in EACH} - {None}
+    (file,) = files
+    assert file is not None
+    guide = (FOLDER.parents[1] / "docs" / "guides" / "kubernetes.md").read_text()
+    assert f"kubectl create secret generic baton-keys --from-file={file.name}" in guide
 
 
 @each_folder

@@ -324,7 +324,7 @@ class TraceConfig(Section):
 
 
 class TracingConfig(Section):
-    """Where the spans of requests go: a collector that speaks OTLP, OpenTelemetry's protocol."""
+    """Where the spans and the metrics of requests go: a collector that speaks OTLP, OpenTelemetry's protocol."""
 
     otlp: str | None = Field(None, pattern=r"^https?://[^/]+")
     """The collector's base URL, such as http://collector:4318. null: what the standard variables
@@ -333,6 +333,9 @@ class TracingConfig(Section):
     """How it speaks: collectors take HTTP on port 4318, and gRPC on 4317."""
     sample: float = Field(1.0, ge=0, le=1)
     """The share of requests that are traced. A request that comes with a `traceparent` is traced where that says so."""
+    metrics: bool = True
+    """Whether the collector also gets OpenTelemetry's metrics of a model server, `gen_ai.server.*`, of all requests.
+    false for a collector that takes traces alone."""
 
 
 class KeyConfig(Section):

@@ -1,14 +1,17 @@
-"""Spans as tests look at them: a tracer that keeps them, and a collector that they are sent to over HTTP."""
+"""Spans as tests look at them: a tracer that keeps them, and a collector that they are sent to over HTTP or gRPC."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import grpc
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -83,11 +86,33 @@ class Sent:
 
 
 @dataclass
+class Measured:
+    """One series of a histogram as a collector gets it. `bounds`: seconds, where its unit is `s`."""
+
+    service: str
+    name: str
+    unit: str
+    attributes: dict[str, Any]
+    count: int
+    total: float
+    bounds: tuple[float, ...]
+
+
+@dataclass
 class Collector:
-    """What has come over HTTP, in OTLP's protobuf."""
+    """What has come over HTTP or gRPC, in OTLP's protobuf."""
 
     url: str = ""
     spans: list[Sent] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+
+    def take_metrics(self, body: bytes) -> None:
+        for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+            service = _values(resource.resource.attributes)["service.name"]
+            for metric in [each for scope in resource.scope_metrics for each in scope.metrics]:
+                for point in metric.histogram.data_points:
+                    of = _values(point.attributes), point.count, point.sum, tuple(point.explicit_bounds)
+                    self.measured.append(Measured(service, metric.name, metric.unit, *of))
 
     def take(self, body: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
@@ -111,11 +136,10 @@ def collector() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            status = 404
-            if self.path == "/v1/traces":
-                made.take(body)
-                status = 200
-            self.send_response(status)
+            take = {"/v1/traces": made.take, "/v1/metrics": made.take_metrics}.get(self.path)
+            if take is not None:
+                take(body)
+            self.send_response(404 if take is None else 200)
             self.send_header("content-length", "0")
             self.end_headers()
 
@@ -131,3 +155,29 @@ def collector() -> Iterator[Collector]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextlib.contextmanager
+def grpc_collector() -> Iterator[Collector]:
+    """The same over gRPC. `measured` and `spans` have what has come."""
+    made = Collector()
+
+    def handler(take: Callable[[bytes], None]) -> grpc.RpcMethodHandler:
+        def export(body: bytes, context: grpc.ServicerContext) -> bytes:
+            take(body)
+            return b""  # an answer without fields
+
+        return grpc.unary_unary_rpc_method_handler(export)
+
+    services = {"trace.v1.TraceService": made.take, "metrics.v1.MetricsService": made.take_metrics}
+    server = grpc.server(ThreadPoolExecutor(1))
+    for name, take in services.items():
+        handlers = {"Export": handler(take)}
+        whole = f"opentelemetry.proto.collector.{name}"
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(whole, handlers),))
+    made.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield made
+    finally:
+        server.stop(None).wait()

@@ -1,1 +1,4 @@
-"""Spans of requests for an OpenTelemetry collector. Without `tracing` in the configuration nothing here is loaded."""
+"""Spans and metrics of requests for an OpenTelemetry collector.
+
+Without `tracing` in the configuration nothing here is loaded.
+"""

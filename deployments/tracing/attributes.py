@@ -1,4 +1,7 @@
-"""The names of spans' attributes. Those that begin with `gen_ai` are vLLM's; docs/guides/tracing.md explains all."""
+"""The names of attributes of spans and metrics. Those of spans that begin with `gen_ai` are vLLM's.
+
+docs/guides/tracing.md explains all.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ DECODE_S = "gen_ai.latency.time_in_model_decode"
 
 METHOD, PATH, STATUS = "http.request.method", "url.path", "http.response.status_code"
 ERROR_TYPE = "error.type"
+OPERATION, PROVIDER = "gen_ai.operation.name", "gen_ai.provider.name"
+"""Of metrics alone, as OpenTelemetry has them."""
 
 SESSION = "baton.session"
 CLASS = "baton.class"

@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 
 
 def tracer_of(config: BatonConfig, deployment: str, replica_id: str) -> Tracer | None:
-    """None where nothing is traced. `deployment`, `replica_id`: of this process; traces show them as service."""
+    """None where nothing is traced. `deployment`, `replica_id`: of this process; traces show them as service.
+
+    Ingresses have the requests, and measure them.
+    """
     if config.tracing is None:
         return None
     from deployments.tracing.tracer import to_collector
 
-    return to_collector(config.tracing, f"baton-{deployment}", replica_id, {MODEL: config.model.name})
+    model = config.model.name
+    measured = model if deployment == "ingress" and config.tracing.metrics else ""
+    return to_collector(config.tracing, f"baton-{deployment}", replica_id, {MODEL: model}, measured)

@@ -1,4 +1,5 @@
-"""Makes spans with OpenTelemetry's SDK. Only this file imports it, and only a process that traces imports this file.
+"""Makes spans with OpenTelemetry's SDK. Only this file and `measures` import it, and only a process that traces
+imports them.
 
 Times are seconds of this process's monotonic clock, as everywhere in Baton. A span learns at its trace's beginning how
 far the wall clock is from it, and so do its children: a clock that is set in between moves no child out of its parent.
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -23,6 +24,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from configs.schema import TracingConfig
 from deployments.tracing.attributes import ERROR_TYPE
+
+if TYPE_CHECKING:
+    from deployments.tracing.measures import Measures
 
 Kind = Literal["internal", "server", "client"]
 Value = str | bool | int | float
@@ -88,11 +92,18 @@ class Span:
 class Tracer:
     """Begins the spans of one process that have no parent in it.
 
-    `provider`: OpenTelemetry's, which sends them on. `fixed`: attributes that they all have.
+    `provider`: OpenTelemetry's, which sends them on. `fixed`: attributes that they all have. `measures`: what requests
+    are measured by; None: they are not.
     """
 
-    def __init__(self, provider: TracerProvider, fixed: Mapping[str, Value] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        provider: TracerProvider,
+        fixed: Mapping[str, Value] = MappingProxyType({}),
+        measures: Measures | None = None,
+    ) -> None:
         self._provider, self._tracer, self._fixed = provider, provider.get_tracer("baton"), fixed
+        self.measures = measures
 
     def begin(
         self, name: str, headers: Mapping[str, str], attributes: Mapping[str, Value], start_s: float | None = None
@@ -110,16 +121,30 @@ class Tracer:
     async def close(self) -> None:
         """Send what is left, in `CLOSE_S` at most. What begins after that is not sent."""
         # A daemon, so that a collector that does not answer holds up neither this nor the process's end.
-        closing = threading.Thread(target=self._provider.shutdown, name="baton-tracing", daemon=True)
-        closing.start()
-        await asyncio.to_thread(closing.join, CLOSE_S)
+        ends = [self._provider.shutdown, *([] if self.measures is None else [self.measures.shutdown])]
+        closing = [threading.Thread(target=end, name="baton-tracing", daemon=True) for end in ends]
+        for thread in closing:
+            thread.start()
+        deadline_s = time.monotonic() + CLOSE_S
+        for thread in closing:
+            await asyncio.to_thread(thread.join, max(0.0, deadline_s - time.monotonic()))
 
 
-def to_collector(config: TracingConfig, service: str, instance: str, fixed: Mapping[str, Value]) -> Tracer:
-    """A tracer whose spans a thread sends to the collector. `service`, `instance`: what traces call this process."""
-    provider = TracerProvider(_sampler(config), _resource(service, instance), shutdown_on_exit=False)
+def to_collector(
+    config: TracingConfig, service: str, instance: str, fixed: Mapping[str, Value], measured_model: str = ""
+) -> Tracer:
+    """A tracer whose spans a thread sends to the collector. `service`, `instance`: what traces call this process.
+
+    `measured_model`: the model whose requests this process measures; "": it measures none.
+    """
+    resource = _resource(service, instance)
+    provider = TracerProvider(_sampler(config), resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(config)))
-    return Tracer(provider, fixed)
+    if not measured_model:
+        return Tracer(provider, fixed)
+    from deployments.tracing.measures import measures_for
+
+    return Tracer(provider, fixed, measures_for(config, resource, measured_model))
 
 
 def _sampler(config: TracingConfig) -> ParentBased:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.access.gate import OPEN, is_for_admins
 from app.errors import anthropic_type_of, type_of
 
 TITLE = "Baton"
@@ -91,7 +92,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
     for path, item in document["paths"].items():
         for method, operation in item.items():
             _complete(path, method, operation)
-    document["paths"].update({path: {"get": _own(*about)} for path, about in _OWN.items()})
+    document["paths"].update({path: {"get": _own(path, *about)} for path, about in _OWN.items()})
     document["paths"].update(
         {path: {method: _stored(path, method, what) for method, what in item.items()} for path, item in _STORED.items()}
     )
@@ -123,14 +124,19 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
 
 def _statuses(path: str, method: str, generates: bool) -> list[int]:
     """What may go wrong with an operation, beside a wrong method."""
-    found = {400, 500}
-    if path.startswith("/v1"):
-        found.add(401)
+    found = {400, 500, *_key_errors(path)}
     if method == "post":
         found |= {404, 408, 413}
     if path.startswith(("/v1/models/", "/v1/responses/")):
         found.add(404)
     return sorted(found | set(_SESSION_ERRORS if generates else ()))
+
+
+def _key_errors(path: str) -> set[int]:
+    """What may be wrong with the API key of a request, where the server asks for keys."""
+    if path in OPEN:
+        return set()
+    return {401, 403} if path.startswith("/v1") or is_for_admins(path) else {401}
 
 
 def _error(status: int, anthropic: bool, meaning: str | None = None) -> dict[str, Any]:
@@ -143,11 +149,12 @@ def _error(status: int, anthropic: bool, meaning: str | None = None) -> dict[str
     }
 
 
-def _own(summary: str, properties: dict[str, Any], unready: str | None) -> dict[str, Any]:
+def _own(path: str, summary: str, properties: dict[str, Any], unready: str | None) -> dict[str, Any]:
     """One of Baton's own routes. `unready`: what its 503 means."""
     body = {"type": "object", "properties": properties, "required": list(properties)}
     headers = _headers("X-Request-Id")
     responses = {"200": {"description": "Successful Response", "headers": headers, "content": _json(body)}}
+    responses |= {str(status): _error(status, anthropic=False) for status in sorted(_key_errors(path))}
     if unready is not None:
         responses["503"] = {**_error(503, anthropic=False, meaning=unready), "headers": headers}
     return {

@@ -42,19 +42,24 @@ class Gate:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in OPEN:
             return None
-        is_for_admins = any(path == route or path.startswith(f"{route}/") for route in ADMIN)
-        if is_for_admins and self._admin_key is not None and shows(scope, self._admin_key):
+        for_admins = is_for_admins(path)
+        if for_admins and self._admin_key is not None and shows(scope, self._admin_key):
             return None
-        is_read = is_for_admins and scope["method"] in ("GET", "HEAD")
+        is_read = for_admins and scope["method"] in ("GET", "HEAD")
         given = _bare(presented(scope), with_password=is_read) or (
-            _header(scope, ADMIN_KEY.encode()) if is_for_admins else b""
+            _header(scope, ADMIN_KEY.encode()) if for_admins else b""
         )
         key = self._keys().find(given) if given else None
         if key is None:
             raise KeyRefused(_ASKED, BASIC if is_read else "Bearer")
-        if is_for_admins and not key.admin:
+        if for_admins and not key.admin:
             raise AdminOnly(f"{path} is for administrators, and the key {key.name} is not one of theirs")
         return key
+
+
+def is_for_admins(path: str) -> bool:
+    """Whether a path is that of a route for administrators, or below one."""
+    return any(path == route or path.startswith(f"{route}/") for route in ADMIN)
 
 
 def shows(scope: Scope, admin_key: str) -> bool:

@@ -39,14 +39,22 @@ class Found:
     faults: list[str] = field(default_factory=list)
 
 
-def ask(url: str, examples: int, seed: int, headers: dict[str, str] | None = None) -> Found:
+def ask(
+    url: str,
+    examples: int,
+    seed: int,
+    headers: dict[str, str] | None = None,
+    reading: dict[str, str] | None = None,
+) -> Found:
     """Ask every operation of the document at `url` with `examples` requests that fit and as many that do not.
 
-    Blocks until all are answered. `headers` go with every request. The same seed makes the same requests.
+    Blocks until all are answered. `headers` go with every request. `reading`: those with which the document is read;
+    None: the same. The same seed makes the same requests.
     """
     load_all_checks()
     found = Found()
-    document: Any = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers or {})
+    of_document = headers if reading is None else reading
+    document: Any = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=of_document or {})
     for result in document.get_all_operations():
         operation = result.ok()
         for mode in GenerationMode:

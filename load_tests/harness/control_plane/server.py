@@ -7,9 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from app.access.gate import Gate
 from app.api import Gateway
 from app.frontend import ClusterLLM, build_server
-from configs.schema import BatonConfig
+from app.held_response import ASGIApp
+from configs.schema import BatonConfig, IngressConfig
 from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, DEFAULT_SOURCE, resolve
 from deployments.cluster.core import ClusterCore
 from deployments.cluster.recovery import Limits
@@ -22,11 +24,20 @@ from load_tests.harness.control_plane.ports import ManagerLine
 
 @dataclass(frozen=True)
 class Served:
-    """An ingress. `gateway`: its ASGI application. `llm`: vLLM's frontend. `core`: the cluster core beneath it."""
+    """An ingress. `gateway`: its ASGI application. `llm`: vLLM's frontend. `core`: the cluster core beneath it.
+
+    `app`: vLLM's server, which the gateway is around. `manager`: what the gateway asks.
+    """
 
     gateway: Gateway
     llm: ClusterLLM
     core: ClusterCore
+    app: ASGIApp
+    manager: StandIn
+
+    def gated(self, gate: Gate, config: IngressConfig) -> Gateway:
+        """One more gateway around the same server, which asks for API keys."""
+        return Gateway(self.app, config, self.manager, gate=gate)
 
     async def settle(self, cluster: InProcess) -> None:
         """Wait until nothing is open in it or below it. Raises AssertionError, or TimeoutError."""
@@ -60,7 +71,7 @@ async def serving(config: BatonConfig, core: ClusterCore, manager: StandIn) -> A
     llm, app = await build_server(config, str(resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR)), core)
     gateway = Gateway(app, config.ingress, manager, max_queued_requests=config.placement.max_queued_requests)
     try:
-        yield Served(gateway, llm, core)
+        yield Served(gateway, llm, core, app, manager)
     finally:
         llm.shutdown()  # the core's, too
         manager.shutdown()

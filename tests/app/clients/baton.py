@@ -15,12 +15,15 @@ from typing import Any
 
 import httpx
 
+from app.access.gate import Gate
+from app.access.keys import Keys, parse
 from configs.schema import BatonConfig
 from load_tests.harness.control_plane import PATIENCE_S, InProcess, config, in_process
 from load_tests.harness.control_plane.server import Served, served
+from tests.app.access.test_keys import entry
 from tests.load_tests.traffic.servers import serving
 
-KEY = "for-tests"
+KEY, LIMITED = "for-tests", "with-limits"
 MODEL = "smollm2-135m-instruct"
 MAX_BODY_BYTES, MAX_CLIENT_PARTS = 32 * 1024, 8
 SLOW_STEP_S = 0.02
@@ -28,10 +31,10 @@ START_S = 240.0
 
 
 class Baton:
-    """A running ingress. `url`: where it listens."""
+    """A running ingress. `url`: where it listens. `gated_url`: where it asks for the API keys of `keys`."""
 
-    def __init__(self, url: str, plane: InProcess, server: Served) -> None:
-        self.url, self._plane, self._server = url, plane, server
+    def __init__(self, url: str, gated_url: str, plane: InProcess, server: Served) -> None:
+        self.url, self.gated_url, self._plane, self._server = url, gated_url, plane, server
         self.loop = asyncio.get_running_loop()
 
     def says(self, text: str) -> None:
@@ -90,17 +93,26 @@ class Baton:
 
 def settings() -> BatonConfig:
     made = config(scale=4)
-    args = {"api_key": [KEY], "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    args = {"api_key": [KEY, LIMITED], "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     bounds = {"max_body_bytes": MAX_BODY_BYTES, "max_client_parts": MAX_CLIENT_PARTS}
     ingress = made.ingress.model_copy(update={"default_max_tokens": 64, "server_args": args, **bounds})
     return made.model_copy(update={"ingress": ingress})
 
 
+def keys() -> Keys:
+    """An administrator's, and one with limits."""
+    limits = {"requests_per_minute": 1, "tokens_per_minute": 2000, "classes": "[default]"}
+    return parse("keys:\n" + entry("root", KEY, admin="true") + entry("limited", LIMITED, **limits), ("default",))
+
+
 async def _run(started: Future[tuple[Baton, asyncio.Event]]) -> None:
     made, over = settings(), asyncio.Event()
-    async with in_process(made) as plane, served(plane, made) as server, serving(server.gateway) as url:
-        started.set_result((Baton(url, plane, server), over))
-        await over.wait()
+    known, at_once = keys(), made.ingress.model_copy(update={"refusals_per_s": 0.0})
+    async with in_process(made) as plane, served(plane, made) as server:
+        gated = server.gated(Gate(lambda: known), at_once)
+        async with serving(server.gateway) as url, serving(gated) as gated_url:
+            started.set_result((Baton(url, gated_url, plane, server), over))
+            await over.wait()
 
 
 @contextmanager

@@ -18,6 +18,9 @@ PURE = (
     "transfer/channel/pacing.py",
     "transfer/control/handoff.py",
     "transfer/memory",
+    "transfer/store/admission.py",
+    "transfer/store/eviction.py",
+    "transfer/store/slots.py",
 )
 # The two planes move the bytes.
 NOT_PURE = frozenset({"transfer/memory/in_process_plane.py", "transfer/memory/nixl_plane.py"})

@@ -1,0 +1,160 @@
+"""The thread: each job has one result, loads go first, and the end is bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.transfer.store.conftest import BLOCK_BYTES, Cache, keys_of
+from transfer.store.block_memory import HostMemory
+from transfer.store.block_store import BlockStore
+from transfer.store.config import StoreConfig
+from transfer.store.ledger import Tier
+from transfer.store.refs import StoreError, chain
+from transfer.store.worker import StoreResults, StoreWorker
+
+WAIT_S = 60.0
+
+
+class Gate(HostMemory):
+    """Memory whose `gather` waits until the gate is open, and fails where it is told."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache.layout)
+        self.is_open, self.entered, self.error = threading.Event(), threading.Event(), ""
+
+    def gather(self, blocks: Any, into: Any) -> None:
+        self.entered.set()
+        assert self.is_open.wait(WAIT_S)
+        if self.error:
+            raise RuntimeError(self.error)
+        super().gather(blocks, into)
+
+
+class Asked:
+    """A worker over a gate, and all that it has reported."""
+
+    def __init__(self, cache: Cache, jobs: int) -> None:
+        self.gate, self.news, self.seen = Gate(cache), threading.Event(), StoreResults()
+        self.order: list[str] = []
+        store = BlockStore(self.gate, StoreConfig("model", 32 * BLOCK_BYTES))
+        self.worker = StoreWorker(store, self.news.set, jobs)
+
+    def wait(self, *job_ids: str) -> StoreResults:
+        while True:
+            self.news.clear()
+            new = self.worker.take_results()
+            for mine, more in ((self.seen.stored, new.stored), (self.seen.loaded, new.loaded)):
+                assert not mine.keys() & more.keys()
+                mine.update(more)
+            self.seen.changes.update(new.changes)
+            if set(job_ids) <= self.seen.stored.keys() | self.seen.loaded.keys():
+                return self.seen
+            assert self.news.wait(WAIT_S)
+
+
+@pytest.fixture
+def make_asked(cache: Cache) -> Iterator[Callable[..., Asked]]:
+    made: list[Asked] = []
+
+    def make(jobs: int = 256, is_open: bool = True) -> Asked:
+        made.append(Asked(cache, jobs))
+        if is_open:
+            made[-1].gate.is_open.set()
+        return made[-1]
+
+    yield make
+    for asked in made:
+        asked.gate.is_open.set()
+        assert asked.worker.close(WAIT_S)
+
+
+def test_a_store_and_a_load(make_asked: Callable[..., Asked], cache: Cache) -> None:
+    asked, keys = make_asked(), keys_of("a", 3)
+    for block, key in enumerate(keys):
+        cache.write(block, key)
+    assert asked.worker.store("s", chain(keys), [0, 1, 2])
+    asked.wait("s")
+    assert asked.worker.lookup(keys) == [Tier.HOST] * 3
+    assert asked.worker.load("l", [*keys, *keys_of("b", 1)], [5, 6, 7, 8])
+    results = asked.wait("l")
+    assert results.stored == {"s": [True] * 3}
+    assert results.loaded == {"l": [True, True, True, False]}
+    assert results.changes == {(Tier.HOST, key): True for key in keys}
+    assert all(cache.has(block, key) for block, key in zip((5, 6, 7), keys, strict=True))
+    assert asked.worker.counters()["host_hits"] == 3
+
+
+def test_loads_overtake_stores_but_no_delete(make_asked: Callable[..., Asked]) -> None:
+    asked, keys = make_asked(is_open=False), keys_of("a", 4)
+    done: list[str] = []
+    store = asked.worker._store
+    for name in ("store", "load", "delete"):
+
+        def noted(*arguments: Any, name: str = name, call: Any = getattr(store, name)) -> Any:
+            done.append(name)
+            return call(*arguments)
+
+        setattr(store, name, noted)
+    asked.worker.store("0", chain(keys[:1]), [0])
+    assert asked.gate.entered.wait(WAIT_S)
+    asked.worker.store("1", chain(keys[:2]), [0, 1])
+    asked.worker.load("2", keys[:1], [5])
+    asked.gate.is_open.set()
+    asked.wait("0", "1", "2")
+    assert done == ["store", "load", "store"]
+    asked.gate.is_open.clear()
+    asked.gate.entered.clear()
+    asked.worker.store("3", chain(keys[:3]), [0, 1, 2])
+    assert asked.gate.entered.wait(WAIT_S)
+    asked.worker.delete(keys)
+    asked.worker.load("4", keys, [5, 6, 7, 8])
+    asked.gate.is_open.set()
+    assert asked.wait("3", "4").loaded["4"] == [False] * 4
+
+
+def test_a_full_queue_refuses(make_asked: Callable[..., Asked]) -> None:
+    asked, keys = make_asked(jobs=2, is_open=False), keys_of("a", 1)
+    asked.worker.store("0", chain(keys), [0])
+    assert asked.gate.entered.wait(WAIT_S)
+    assert asked.worker.store("1", chain(keys), [0])
+    assert asked.worker.load("2", keys, [1])
+    assert not asked.worker.load("3", keys, [1])
+    assert not asked.worker.touch(keys)
+    asked.gate.is_open.set()
+    asked.wait("0", "1", "2")
+    assert asked.worker.touch(keys)
+
+
+def test_lists_of_unequal_length_are_refused(make_asked: Callable[..., Asked]) -> None:
+    with pytest.raises(ValueError, match="2 keys for 1 blocks"):
+        make_asked().worker.load("l", keys_of("a", 2), [0])
+
+
+def test_what_waits_at_the_end_has_results(make_asked: Callable[..., Asked]) -> None:
+    asked, keys = make_asked(is_open=False), keys_of("a", 2)
+    asked.worker.store("0", chain(keys[:1]), [0])
+    assert asked.gate.entered.wait(WAIT_S)
+    asked.worker.store("1", chain(keys), [0, 1])
+    asked.worker.load("2", keys, [3, 4])
+    assert not asked.worker.close(timeout_s=0.01)  # the thread is in the middle of a job
+    asked.gate.is_open.set()
+    assert asked.worker.close(WAIT_S)
+    results = asked.wait("0", "1", "2")
+    assert results.stored == {"0": [True], "1": [False, False]}
+    assert results.loaded == {"2": [False, False]}
+    assert not asked.worker.load("3", keys, [0, 1])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread dies on purpose
+def test_a_thread_that_died_says_so(make_asked: Callable[..., Asked]) -> None:
+    asked = make_asked()
+    asked.gate.error = "the device is gone"
+    asked.worker.store("0", chain(keys_of("a", 1)), [0])
+    with pytest.raises(StoreError, match="thread died"):
+        asked.wait("0")
+    assert asked.worker.has_news
+    assert not asked.worker.store("1", chain(keys_of("a", 1)), [0])

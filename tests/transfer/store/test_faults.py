@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from tests.transfer.store.conftest import BLOCK_BYTES, Cache, blocks_file, index_file, keys_of
 from tests.transfer.store.test_block_store import got, put
 from transfer.store import disk_tier
+from transfer.store.block_file import open_block_file
 from transfer.store.block_store import BlockStore
 from transfer.store.ledger import Tier
 from transfer.store.segment import slot_bytes
@@ -107,18 +108,17 @@ class Failing:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Failing]]:
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[Failing]:
     """The files that stores open from now on fail when they are told. They count as the system's own."""
     made: list[Failing] = []
-    original = disk_tier.open_block_file
 
     def opened(*arguments: Any) -> Failing:
-        made.append(Failing(original(*arguments), errno.ENOSPC))
+        made.append(Failing(open_block_file(*arguments), errno.ENOSPC))
         return made[-1]
 
     monkeypatch.setattr(disk_tier, "open_block_file", opened)
     monkeypatch.setattr(disk_tier, "SystemFile", Failing)
-    yield made
+    return made
 
 
 def test_a_full_disk_stores_nothing_and_keeps_what_it_has(

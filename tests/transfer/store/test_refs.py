@@ -25,5 +25,5 @@ def test_the_blocks_of_a_prompt_are_a_chain() -> None:
     ],
 )
 def test_what_is_no_block_is_refused(key: bytes, position: int, parent: bytes) -> None:
-    with pytest.raises(ValueError, match="block at position|two hashes"):
+    with pytest.raises(ValueError, match=r"block at position|two hashes"):
         BlockRef(key, position, parent)

@@ -88,17 +88,22 @@ def test_a_store_and_a_load(make_asked: Callable[..., Asked], cache: Cache) -> N
     assert asked.worker.counters()["host_hits"] == 3
 
 
+def note(store: BlockStore, name: str, done: list[str]) -> None:
+    """Have a method of a store note that it is called."""
+    call = getattr(store, name)
+
+    def noted(*arguments: Any) -> Any:
+        done.append(name)
+        return call(*arguments)
+
+    setattr(store, name, noted)
+
+
 def test_loads_overtake_stores_but_no_delete(make_asked: Callable[..., Asked]) -> None:
     asked, keys = make_asked(is_open=False), keys_of("a", 4)
     done: list[str] = []
-    store = asked.worker._store
-    for name in ("store", "load", "delete"):
-
-        def noted(*arguments: Any, name: str = name, call: Any = getattr(store, name)) -> Any:
-            done.append(name)
-            return call(*arguments)
-
-        setattr(store, name, noted)
+    for name in ("store", "load"):
+        note(asked.worker._store, name, done)
     asked.worker.store("0", chain(keys[:1]), [0])
     assert asked.gate.entered.wait(WAIT_S)
     asked.worker.store("1", chain(keys[:2]), [0, 1])

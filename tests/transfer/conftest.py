@@ -110,6 +110,7 @@ class Side:
         both: tuple[tuple[Any, Any], ...] = (
             (self.results.received, new.received),
             (self.results.broken, new.broken),
+            (self.results.fetched, new.fetched),
         )
         for mine, more in both:
             assert not mine.keys() & more.keys()
@@ -119,7 +120,7 @@ class Side:
         return self.results
 
     def wait(self, kind: str, request_id: str) -> Any:
-        """Wait for a result: received -> token, broken -> reason, released -> True."""
+        """Wait for a result: received -> token, broken -> reason, fetched -> blocks, released -> True."""
         until(lambda: request_id in getattr(self.collect(), kind))
         found = getattr(self.results, kind)
         return True if kind == "released" else found[request_id]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from transfer.channel.decode_side import DecodeSide
 from transfer.channel.handoff_log import HandoffLog, Span
 from transfer.channel.layers import Chunk, Ready
+from transfer.channel.library import Library
 from transfer.channel.outbox import Key, Outbox, Results, Trace
 from transfer.channel.pacing import Limits
 from transfer.channel.prefill_side import PrefillSide
@@ -50,9 +51,7 @@ class Channel:
         limits: Limits | None = None,
         timings: Timings = TIMINGS,
     ) -> None:
-        self._timings = timings
-        self._plane = plane
-        self._log = HandoffLog(trace)
+        self._timings, self._plane, self._log = timings, plane, HandoffLog(trace)
         self._trace = self._log.note
         plane.register(layout)
         self._endpoint = Endpoint(plane.name, seal, host)
@@ -91,6 +90,19 @@ class Channel:
         """Decode: offer `blocks` to the prefill workers at `peers`, for the prompt's blocks from `first_block` on."""
         self._do(lambda: self._decode.offer(key, request_id, peers, first_block, blocks, needs_token))
 
+    def fetch(
+        self, key: Key, request_id: str, peers: list[str], blocks: list[int], hashes: list[bytes], timeout_s: float
+    ) -> None:
+        """Ask the workers at `peers` for cached blocks. `Results.fetched` says how many of them are here in the end.
+
+        `key`: unlike that of any handoff, and of any other worker's fetch.
+        """
+        self._do(lambda: self._decode.fetch(key, request_id, peers, blocks, hashes, timeout_s))
+
+    def lend(self, library: Library) -> None:
+        """Other replicas may fetch what `library` has."""
+        self._do(lambda: setattr(self._prefill, "library", library))
+
     def cancel(self, key: Key, reason: str) -> None:
         """Decode: the request is over. Its result comes once the peer writes no more."""
         self._do(lambda: self._decode.cancel(key, reason))
@@ -123,9 +135,10 @@ class Channel:
             self._trace("forward_end", session=chunk.key[0], computed=chunk.computed)
         self._chunks = ()
 
-    def ended(self, key: Key, request_id: str, ok: bool, peers: int = 1) -> None:
+    def ended(self, key: Key, request_id: str | None, ok: bool, peers: int = 1) -> None:
         """Prefill: the engine is done with the request. `Results.released` names it once its blocks are free.
 
+        `request_id`: None when no chunk has been computed, and the engine does not wait.
         `ok`: the whole prompt is computed. `peers`: the number of workers of the decode replica.
         """
         self._do(lambda: self._prefill.ended(key, request_id, ok, peers))
@@ -135,16 +148,24 @@ class Channel:
 
         Returns False when writes still read them after `timeout_s`.
         """
-        quiet = threading.Event()
+        return self._until(lambda: self._prefill.preempted(keys), timeout_s)
+
+    def recall(self, timeout_s: float) -> bool:
+        """End all fetches from this worker, and wait until no write reads borrowed blocks. False after `timeout_s`."""
+        return self._until(self._prefill.recall, timeout_s)
+
+    def _until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until the channel's thread finds that it is so. False after `timeout_s`."""
+        come, given_up = threading.Event(), time.monotonic() + timeout_s
 
         def check() -> None:
-            if self._prefill.preempted(keys):
-                quiet.set()
-            else:
+            if is_so():
+                come.set()
+            elif time.monotonic() < given_up:
                 self._commands.append(check)
 
         self._do(check)
-        return quiet.wait(timeout_s)
+        return come.wait(timeout_s)
 
     def take_results(self) -> Results:
         """The handoffs that have ended since the last call. Raises ChannelError when the channel's thread has died."""
@@ -239,7 +260,7 @@ class Channel:
             return 0
         wait_s = self._prefill.wait_s(now)
         wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
-        if self._is_active(now):
+        if self._decode.is_active(now) or self._prefill.is_active(now):
             longest_ms = self._timings.active_ms
         elif len(self._decode):
             longest_ms = self._timings.waiting_ms
@@ -247,11 +268,9 @@ class Channel:
             return wait_ms
         return longest_ms if wait_ms is None else min(wait_ms, longest_ms)
 
-    def _is_active(self, now: float) -> bool:
-        return self._decode.is_active(now) or self._prefill.is_active(now)
-
     def _progress(self) -> None:
-        if len(self._decode) or self._is_active(time.monotonic()):
+        now = time.monotonic()
+        if len(self._decode) or self._decode.is_active(now) or self._prefill.is_active(now):
             self._plane.progress()
         self._prefill.progress()
         if self._prefill.is_busy:
@@ -269,6 +288,10 @@ class Channel:
                 self._prefill.hello(sender, message)
             case control.Offer() if isinstance(sender, bytes):
                 self._prefill.offered(sender, message)
+            case control.Fetch() if isinstance(sender, bytes):
+                self._prefill.fetch(sender, message)
+            case control.Found(session, epoch, blocks) if isinstance(sender, str):
+                self._decode.found((session, epoch), blocks, sender)
             case control.Cancel() if isinstance(sender, bytes):
                 self._prefill.cancelled(sender, message)
             case control.Welcome() if isinstance(sender, str):

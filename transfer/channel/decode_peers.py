@@ -45,6 +45,15 @@ class DecodePeers:
         """Whether the transport is making or closing a data connection."""
         return now < self._warm_until
 
+    def is_known(self, sender: bytes) -> bool:
+        """Whether this worker is connected. One that is not is refused, and then introduces itself again.
+
+        This side has forgotten it, or its Hello was lost.
+        """
+        if sender not in self.agents:
+            self.refuse(sender, "this worker is not known here")
+        return sender in self.agents
+
     def hello(self, sender: bytes, hello: control.Hello) -> list[bytes]:
         """Connect a worker that introduces itself, or refuse it.
 

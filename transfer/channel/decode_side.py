@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transfer.channel.outbox import Key, Outbox, Trace, remember
 from transfer.channel.timings import TIMINGS, Timings
@@ -26,10 +26,14 @@ logger = logging.getLogger("baton.transfer")
 
 @dataclass(slots=True)
 class _Receiving:
+    """`asked`: the number of blocks of a fetch, and `found`: how many of them each peer has; 0 for a handoff."""
+
     request_id: str
     endpoints: list[str]
     deadline: float
     machine: Receiver
+    asked: int = 0
+    found: dict[str, int] = field(default_factory=dict)
 
 
 class DecodeSide:
@@ -89,6 +93,24 @@ class DecodeSide:
         self._trace("offered", session=key[0], blocks=len(blocks))
         if (token := self.early_tokens.pop(key, None)) is not None:
             machine.first_token(token)
+
+    def fetch(
+        self, key: Key, request_id: str, peers: list[str], blocks: list[int], hashes: list[bytes], timeout_s: float
+    ) -> None:
+        endpoints = self._sources(peers)
+        machine = Receiver(needs_token=False, writing=set(endpoints))
+        deadline = time.monotonic() + min(timeout_s, self._timeout_s)
+        self._receiving[key] = _Receiving(request_id, endpoints, deadline, machine, len(blocks))
+        fetch = control.Fetch(*key, self._layout.rank, blocks, hashes, timeout_s)
+        for endpoint in endpoints:
+            self._reach(endpoint)
+            self._endpoint.send(endpoint, fetch)
+        self._trace("fetch", session=key[0], blocks=len(blocks))
+
+    def found(self, key: Key, blocks: int, endpoint: str) -> None:
+        """A peer has this number of the leading blocks, and writes those."""
+        if self._is_writing(key, endpoint):
+            self._receiving[key].found[endpoint] = blocks
 
     def cancel_unoffered(self, key: Key, peers: list[str], reason: str) -> None:
         for endpoint in self._sources(peers):
@@ -163,8 +185,17 @@ class DecodeSide:
                     self._endpoint.send(endpoint, cancel)
                 continue
             del self._receiving[key]
-            if isinstance(effect, Received):
+            if receiving.asked:
+                self._outbox.fetched(receiving.request_id, _fetched(receiving, effect), receiving.asked)
+            elif isinstance(effect, Received):
                 self._outbox.received(receiving.request_id, effect.token)
             else:
                 self._outbox.broken(receiving.request_id, effect.reason)
             self._trace("received", session=key[0], ok=isinstance(effect, Received))
+
+
+def _fetched(fetch: _Receiving, end: ReceiverEffect) -> int:
+    """The number of leading blocks that are here from every peer. A fetch that broke has brought none."""
+    if not isinstance(end, Received):
+        return 0
+    return min(fetch.asked, *(fetch.found.get(endpoint, 0) for endpoint in fetch.endpoints))

@@ -22,6 +22,10 @@ COUNTERS = (
     "handoffs_failed",
     "handoffs_received",
     "handoffs_broken",
+    "fetches_landed",  # for another replica
+    "fetches_failed",  # for another replica
+    "blocks_fetched",  # from other replicas
+    "fetches_broken",  # from other replicas: less than what was asked for has come
     "messages_refused",  # well formed, but not allowed from this sender, or not on this side
 )
 
@@ -31,12 +35,13 @@ class Results:
     """The handoffs that have ended since the engine last asked, by engine request id.
 
     `received`: the first token, or None where this rank does not carry it. `broken`: the reason. `released`: the
-    prefill requests whose blocks are free.
+    prefill requests whose blocks are free. `fetched`: the number of leading blocks that a fetch has brought.
     """
 
     received: dict[str, int | None] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
+    fetched: dict[str, int] = field(default_factory=dict)
 
 
 class Outbox:
@@ -59,6 +64,14 @@ class Outbox:
         self.counts["handoffs_broken"] += 1
         with self._lock:
             self._results.broken[request_id] = reason
+        self.alarm()
+
+    def fetched(self, request_id: str, blocks: int, asked: int) -> None:
+        """A fetch is over, and no peer writes its blocks any more. The first `blocks` of those asked for are here."""
+        self.counts["blocks_fetched"] += blocks
+        self.counts["fetches_broken"] += blocks < asked
+        with self._lock:
+            self._results.fetched[request_id] = blocks
         self.alarm()
 
     def released(self, request_id: str) -> None:

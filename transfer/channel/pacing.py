@@ -30,13 +30,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A write that waits or is outstanding. `size`: in bytes."""
+    """A write that waits or is outstanding. `size`: in bytes. `yields`: it waits while any other write can go."""
 
     handoff: Any
     peer: Any
     size: int
     descriptors: int
     write: Any
+    yields: bool = False
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class Pacer:
         fitting = [waiting for waiting in self._waiting.values() if self._fits(waiting.jobs[0])]
         if not fitting:
             return None
-        turn = min(fitting, key=lambda waiting: waiting.served)
+        turn = min(fitting, key=lambda waiting: (waiting.jobs[0].yields, waiting.served))
         job = turn.jobs.popleft()
         self._served = turn.served
         turn.served += job.size

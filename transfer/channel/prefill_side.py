@@ -11,11 +11,12 @@ from collections.abc import Iterable
 
 from transfer.channel.decode_peers import DecodePeers
 from transfer.channel.layers import Chunk, LaunchedLayers, Ready
+from transfer.channel.library import Library, NoLibrary, answer, lend
 from transfer.channel.outbox import Key, Outbox, Trace, remember
 from transfer.channel.pacing import Job, Limits, Pacer
 from transfer.channel.timings import TIMINGS, Timings
 from transfer.channel.writes import Writes
-from transfer.channel.writing import Reader, Writing, objection, objection_to_blocks
+from transfer.channel.writing import Reader, Writing, objection, objection_to_blocks, objection_to_fetch
 from transfer.control import messages as control
 from transfer.control.endpoint import Endpoint
 from transfer.control.handoff import SendFailed, SendLanded, Write, Writer, WriterEffect, WriterState
@@ -29,7 +30,7 @@ Reading = tuple[Key, int]  # one decode worker's part of a handoff: key and rank
 class PrefillSide:
     """`timeout_s`: the time from an offer, or from a first chunk, until all KV must be written.
 
-    `peers`: the decode workers. `writes`: the writes that wait, and those in flight.
+    `peers`: the decode workers. `writes`: the writes that wait, and those in flight. `library`: what may be fetched.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PrefillSide:
         self._handoffs: dict[Key, Writing] = {}
         self._gone: OrderedDict[Reading, str] = OrderedDict()
         self._launched = LaunchedLayers()
+        self.library: Library = NoLibrary()
         self.peers = DecodePeers(plane, layout, endpoint, outbox, timings.warm_up_s)
         self.writes = Writes(plane, endpoint, self.peers, outbox, Pacer(limits), trace, timings, self._written)
 
@@ -104,7 +106,7 @@ class PrefillSide:
                 return False
         return True
 
-    def ended(self, key: Key, request_id: str, ok: bool, peers: int) -> None:
+    def ended(self, key: Key, request_id: str | None, ok: bool, peers: int) -> None:
         self._catch_up(wait=True)  # the engine has the step's result, so its layers are computed
         writing = self._open(key)
         writing.request_id = request_id
@@ -145,15 +147,16 @@ class PrefillSide:
 
     def offered(self, sender: bytes, offer: control.Offer) -> None:
         key, rank = (offer.session, offer.epoch), offer.rank
-        if sender not in self.peers.agents:
-            # This side has forgotten the worker, or its Hello was lost. A refusal makes it introduce itself again.
-            self.peers.refuse(sender, "this worker is not known here")
-        elif (key, rank) in self._gone:
+        if not self.peers.is_known(sender):
+            return
+        if (key, rank) in self._gone:
             self._endpoint.send(sender, control.Failed(*key, self._gone[key, rank]))
         elif reason := self._objection(sender, key, rank):
             self._outbox.counts["messages_refused"] += 1
             self._endpoint.send(sender, control.Failed(*key, reason))
-        elif reason := self._objection_to_blocks(sender, key, offer):
+        elif reason := objection_to_blocks(
+            self.peers.agents[sender].layout, self._handoffs.get(key), self._handoffs.values(), sender, offer
+        ):
             self._outbox.counts["messages_refused"] += 1
             self.cancelled(sender, control.Cancel(*key, rank, reason))  # for good, even if the offer is repeated
         else:
@@ -167,9 +170,9 @@ class PrefillSide:
     def cancelled(self, sender: bytes, cancel: control.Cancel) -> None:
         """A cancel is always answered, because decode holds its blocks until the answer comes."""
         key, rank = (cancel.session, cancel.epoch), cancel.rank
-        if sender not in self.peers.agents:
-            self.peers.refuse(sender, "this worker is not known here")
-        elif reason := self._objection(sender, key, rank):
+        if not self.peers.is_known(sender):
+            return
+        if reason := self._objection(sender, key, rank):
             self._outbox.counts["messages_refused"] += 1
             self._endpoint.send(sender, control.Failed(*key, reason))
         elif key not in self._handoffs:
@@ -184,13 +187,34 @@ class PrefillSide:
                 self._answer(reader, control.Landed(*key))
             self._end_if_over(key)
 
+    def fetch(self, sender: bytes, fetch: control.Fetch) -> None:
+        """A worker asks for cached blocks. They are computed, so they are written at once. A fetch is not repeated."""
+        key, rank = (fetch.session, fetch.epoch), fetch.rank
+        if not self.peers.is_known(sender):
+            return
+        reason = self._gone.get((key, rank)) or self._objection(sender, key, rank)
+        reason = reason or objection_to_fetch(self.peers.agents[sender].layout, fetch)
+        if key in self._handoffs:
+            reason = reason or "a session of this name is open"
+        borrowed = () if reason else self.library.borrow(fetch.hashes)
+        self._endpoint.send(sender, answer(fetch, borrowed, reason))
+        if borrowed:
+            writing, reader = self._open(key), self._reader(key, rank)
+            writing.deadline = time.monotonic() + min(fetch.timeout_s, self._timeout_s)
+            writing.borrowed, reader.peer = borrowed, sender
+            self._carry_out(key, rank, lend(reader.machine, borrowed, fetch.blocks))
+
     def _objection(self, sender: bytes, key: Key, rank: int) -> str | None:
         theirs = self.peers.agents[sender].layout
         return objection(self._layout, theirs, self._handoffs.get(key), sender, rank)
 
-    def _objection_to_blocks(self, sender: bytes, key: Key, offer: control.Offer) -> str | None:
-        theirs = self.peers.agents[sender].layout
-        return objection_to_blocks(theirs, self._handoffs.get(key), self._handoffs.values(), sender, offer)
+    def recall(self) -> bool:
+        """End all fetches from this worker. Returns True once no write reads borrowed blocks."""
+        for key, writing in list(self._handoffs.items()):
+            for rank, reader in writing.readers.items() if writing.borrowed else ():
+                self._stop(key, rank, reader, "the blocks are needed here")
+            self._end_if_over(key)
+        return not any(writing.borrowed for writing in self._handoffs.values())
 
     # ---- progress of the writes, and deadlines
 
@@ -231,16 +255,17 @@ class PrefillSide:
 
     def _carry_out(self, key: Key, rank: int, effects: list[WriterEffect]) -> None:
         reader = self._handoffs[key].readers[rank]
+        kind = self._handoffs[key].kind
         for effect in effects:
             match effect:
                 case Write():
                     self.writes.push(self._job(key, rank, reader, effect))
                 case SendLanded():
-                    self._outbox.counts["handoffs_landed"] += 1
+                    self._outbox.counts[f"{kind}_landed"] += 1
                     self._trace("landed", session=key[0], rank=rank)
                     self._answer(reader, control.Landed(*key))
                 case SendFailed(reason):
-                    self._outbox.counts["handoffs_failed"] += 1
+                    self._outbox.counts[f"{kind}_failed"] += 1
                     self._answer(reader, control.Failed(*key, reason))
         if reader.machine.state is WriterState.FENCING and (unposted := self.writes.drop((key, rank))):
             self._carry_out(key, rank, reader.machine.dropped(len(unposted)))
@@ -249,7 +274,7 @@ class PrefillSide:
         assert reader.peer is not None
         _, length = self._layout.window(self.peers.agents[reader.peer].layout)
         descriptors = len(write.local) * self._layout.regions_per_layer
-        return Job((key, rank), reader.peer, descriptors * length, descriptors, write)
+        return Job((key, rank), reader.peer, descriptors * length, descriptors, write, self._handoffs[key].yields)
 
     def _written(self, job: Job, ok: bool) -> None:
         key, rank = job.handoff
@@ -272,11 +297,14 @@ class PrefillSide:
         if writing is None:
             return
         machines = [reader.machine for reader in writing.readers.values()]
-        if writing.request_id is None:
+        if writing.request_id is None and not writing.borrowed:
             if all(machine.state is WriterState.FAILED for machine in machines):
                 self._forget(key, writing)
         elif all(machine.released for machine in machines):
-            self._outbox.released(writing.request_id)
+            if writing.request_id is None:
+                self.library.give_back(writing.borrowed)
+            else:
+                self._outbox.released(writing.request_id)
             self._forget(key, writing)
 
     def _forget(self, key: Key, writing: Writing) -> None:

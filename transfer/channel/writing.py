@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from transfer.control.handoff import Writer, WriterState
-from transfer.control.messages import Offer
+from transfer.control.messages import Fetch, Offer
 from transfer.memory.heads import sources
 from transfer.memory.layout import KVLayout
 
@@ -21,11 +21,25 @@ class Reader:
 
 @dataclass(slots=True)
 class Writing:
-    """A handoff. `readers`: the decode workers, by rank. `request_id`: the engine's request, once its prefill began."""
+    """A handoff. `readers`: the decode workers, by rank. `request_id`: the engine's request, once its prefill began.
+
+    `borrowed`: the blocks that a fetch reads. A fetch has no request.
+    """
 
     deadline: float
     readers: dict[int, Reader] = field(default_factory=dict)
     request_id: str | None = None
+    borrowed: tuple[int, ...] = ()
+
+    @property
+    def yields(self) -> bool:
+        """Whether its writes wait for those of all handoffs: a fetch can be computed instead."""
+        return bool(self.borrowed)
+
+    @property
+    def kind(self) -> str:
+        """As counters name it."""
+        return "fetches" if self.borrowed else "handoffs"
 
 
 def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender: bytes, rank: int) -> str | None:
@@ -58,6 +72,17 @@ def objection_to_blocks(
         return "an offer of blocks that the peer does not have"
     if len(offer.blocks) + _unbegun(all_writings, sender) > has:
         return "more blocks are offered than the peer has"
+    return None
+
+
+def objection_to_fetch(theirs: KVLayout, fetch: Fetch) -> str | None:
+    """The reason to refuse a fetch, or None."""
+    if not fetch.blocks or len(fetch.blocks) != len(fetch.hashes):
+        return "a fetch needs one block for each hash"
+    if not all(0 <= block < theirs.num_blocks for block in fetch.blocks):
+        return "a fetch into blocks that the peer does not have"
+    if len(set(fetch.blocks)) < len(fetch.blocks):
+        return "a fetch of two blocks into one"
     return None
 
 

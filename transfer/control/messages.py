@@ -17,6 +17,8 @@ NAME_CHARS = 256
 Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]  # NaN is refused, too
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -92,11 +94,33 @@ class FirstToken(Message, frozen=True):
     token: TokenId
 
 
+class Fetch(Message, frozen=True):
+    """Worker `rank` asks for the KV of cached blocks: that of `hashes[i]` into its own block `blocks[i]`.
+
+    The answer is `Failed`, or `Found` and then, as for an offer, `Landed` or `Failed`.
+    """
+
+    session: Name
+    epoch: int
+    rank: int
+    blocks: list[int]
+    hashes: list[Hash]
+    timeout_s: Seconds
+
+
+class Found(Message, frozen=True):
+    """The worker has this number of the leading blocks that were asked for, and writes those."""
+
+    session: Name
+    epoch: int
+    blocks: Count
+
+
 class Nudge(Message, frozen=True):
     """A write to the receiver of this message is still under way: the receiver drives its side of the transport."""
 
 
-AnyMessage = Hello | Welcome | Refused | Offer | Cancel | Landed | Failed | FirstToken | Nudge
+AnyMessage = Hello | Welcome | Refused | Offer | Cancel | Landed | Failed | FirstToken | Fetch | Found | Nudge
 
 
 class Seal(SealOf[AnyMessage]):

@@ -19,7 +19,9 @@ from transfer.channel.outbox import Key
 from transfer.control.messages import FirstToken, Seal
 from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
+from transfer.vllm.cached_blocks import CachedBlocks
 from transfer.vllm.continued_answer import AnsweredRequests, answered
+from transfer.vllm.fetching import Fetches
 from transfer.vllm.idle_sleep import IdleSleep
 from transfer.vllm.partial_blocks import PartialBlocks
 from transfer.vllm.step_clock import StepClock
@@ -36,6 +38,8 @@ ABORTED = "the request was aborted"
 # The longest that a prefill waits for decode's offer. A decode engine in a long step offers late; the prefill then
 # begins without the offer, and the layers computed until then are written once it has come.
 OFFER_WAIT_S = 0.25
+# The longest that a request that needs blocks waits until fetches have let go of them.
+RECALL_WAIT_S = 5.0
 # The longest idle sleep. It has an end because nothing tells that a grammar has been compiled.
 IDLE_SLEEP_S = 0.05
 # The same with several workers: their channels are in other processes, so nothing tells of news.
@@ -66,6 +70,7 @@ class SchedulerSide:
         self._idle_sleep = IdleSleep()
         self._clock = StepClock()
         self._answered = AnsweredRequests()
+        self._fetches = Fetches(block_size)
         self._pending = StepMetadata()
         self._prefills: dict[str, Request] = {}
         self._offer_due: dict[str, float] = {}
@@ -78,6 +83,13 @@ class SchedulerSide:
         self._manager = manager
         take_ascending(manager.block_pool)
         self._partial_blocks = PartialBlocks(manager)
+        self._cached_blocks = CachedBlocks(manager, self._recall)
+        if (channel := self._channel()) is not None:
+            channel.lend(self._cached_blocks)
+
+    def _recall(self) -> bool:
+        channel = self._channel()
+        return channel is not None and channel.recall(RECALL_WAIT_S)
 
     def begin(self, request: Request) -> None:
         """A request has come to the engine."""
@@ -88,8 +100,9 @@ class SchedulerSide:
         part = part_of(request)
         if not self._answered.is_ready(request):
             return None, False
-        if part is None:
-            return 0, False
+        missing = 0 if part and part.role == "decode" else self._fetches.missing_tokens(request, num_computed_tokens)
+        if part is None or missing:
+            return missing, missing > 0
         if part.role == "prefill":
             return (None if self._awaits_offer(request, part) else 0), False
         if request.request_id in self._offered:
@@ -107,6 +120,10 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request has its blocks."""
         part = part_of(request)
+        if num_external_tokens and (part is None or part.role == "prefill"):
+            self._pending.fetches.append(
+                self._fetches.begin(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+            )
         if part is None:
             return
         if part.role == "prefill":
@@ -123,6 +140,7 @@ class SchedulerSide:
     def metadata(self, scheduled: SchedulerOutput) -> StepMetadata:
         """What the workers must know of the step that was just scheduled. Sleeps when there is nothing to compute."""
         self._clock.begin(scheduled, time.monotonic())
+        self._cached_blocks.begin_step()
         metadata, self._pending = self._pending, StepMetadata()
         for request_id in scheduled.preempted_req_ids or ():
             if request := self._prefills.get(request_id):
@@ -157,6 +175,7 @@ class SchedulerSide:
 
     def step_report(self) -> Any:
         """What the step that just ended was."""
+        self._cached_blocks.end_step()
         return self._clock.end(time.monotonic())
 
     def finished(self, request: Request) -> bool:
@@ -164,11 +183,14 @@ class SchedulerSide:
         if request.status is RequestStatus.FINISHED_ABORTED and _has_sampled(request):
             self._partial_blocks.keep(request)  # a session that moves comes back here, to be handed over
         part = part_of(request)
+        is_fetching = self._fetches.is_open(request)
+        if (fetch := self._fetches.end(request)) is not None:
+            self._pending.fetch_cancels.append((fetch, ABORTED))
         if part is None:
             return False
         if part.role == "prefill":
-            self._prefill_finished(request, part)
-            return True
+            self._prefill_finished(request, part, None if is_fetching else request.request_id)
+            return not is_fetching  # vLLM then waits for the fetch's end, and for no more
         if request.request_id not in self._offered:
             self._pending.unoffered.append((part.key, part.peers))
         elif self._awaiting.pop(request.request_id, None) is not None:
@@ -177,13 +199,13 @@ class SchedulerSide:
         self._first_tokens.pop(request.request_id, None)
         return False
 
-    def _prefill_finished(self, request: Request, part: Part) -> None:
+    def _prefill_finished(self, request: Request, part: Part, held: str | None) -> None:
         self._prefills.pop(request.request_id, None)
         self._offer_due.pop(request.request_id, None)
         is_whole = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if is_whole:
             self._tokens.send(part.peers[0], FirstToken(*part.key, request.output_token_ids[-1]))
-        self._pending.ended.append((part.key, request.request_id, is_whole, len(part.peers)))
+        self._pending.ended.append((part.key, held, is_whole, len(part.peers)))
 
     def take(self, output: KVConnectorOutput) -> None:
         """What the workers report after a step."""
@@ -193,6 +215,8 @@ class SchedulerSide:
             self._first_tokens |= {rid: token for rid, token in metadata.tokens.items() if rid in self._awaiting}
             if metadata.decodes is not None:
                 self._tokens.keep(metadata.decodes)
+        fetched = metadata.fetched if isinstance(metadata, WorkerMetadata) else {}
+        self._fetches.take(fetched, output.finished_recving or ())
         for request_id in output.finished_recving or ():
             token = self._first_tokens.pop(request_id, None)
             request = self._awaiting.pop(request_id, None)

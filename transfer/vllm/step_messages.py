@@ -21,35 +21,57 @@ class Offering:
     blocks: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """Blocks to fetch from the workers at `peers`: the KV of `hashes[i]` into `blocks[i]`."""
+
+    key: Key
+    request_id: str
+    peers: list[str]
+    blocks: list[int]
+    hashes: list[bytes]
+    timeout_s: float
+
+
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler side to the workers.
 
-    `ended`: key, request id, whether the whole prompt was computed, and the number of decode's workers. `cancels`: key
-    and reason. `unoffered`: requests that ended before their blocks were offered: key and prefill's workers.
+    `ended`: key, request id (None: vLLM does not wait for its blocks), whether the whole prompt was computed, and the
+    number of decode's workers. `cancels`: key and reason. `fetch_cancels`: likewise, of fetches. `unoffered`: requests
+    that ended before their blocks were offered: key and prefill's workers.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
-    ended: list[tuple[Key, str, bool, int]] = field(default_factory=list)
+    ended: list[tuple[Key, str | None, bool, int]] = field(default_factory=list)
     offers: list[Offering] = field(default_factory=list)
     cancels: list[tuple[Key, str]] = field(default_factory=list)
     unoffered: list[tuple[Key, list[str]]] = field(default_factory=list)
     preempted: list[Key] = field(default_factory=list)
+    fetches: list[Fetching] = field(default_factory=list)
+    fetch_cancels: list[tuple[Key, str]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any((self.chunks, self.ended, self.offers, self.cancels, self.unoffered, self.preempted))
+        handoffs = self.chunks or self.ended or self.offers or self.cancels or self.unoffered or self.preempted
+        return bool(handoffs or self.fetches or self.fetch_cancels)
 
 
 @dataclass(slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """From a worker back to the scheduler side: first tokens by request id, and which decode replicas there are.
 
-    `decodes`: the endpoints of their first workers; None: no news.
+    `decodes`: the endpoints of their first workers; None: no news. `fetched`: blocks that fetches have brought, by
+    request id.
     """
 
     tokens: dict[str, int]
     decodes: tuple[str, ...] | None = None
+    fetched: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.tokens | other.tokens, self.decodes if other.decodes is None else other.decodes)
+        fetched = self.fetched | other.fetched
+        for request_id in self.fetched.keys() & other.fetched.keys():
+            fetched[request_id] = min(self.fetched[request_id], other.fetched[request_id])
+        decodes = self.decodes if other.decodes is None else other.decodes
+        return WorkerMetadata(self.tokens | other.tokens, decodes, fetched)

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from transfer.channel.channel import Channel
-from transfer.channel.outbox import Results
+from transfer.channel.outbox import Key, Results
 from transfer.channel.pacing import Limits
 from transfer.channel.trace import tracer
 from transfer.control.messages import Seal
@@ -37,6 +37,7 @@ class WorkerSide:
         self._channel: Channel | None = None
         self._layers: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
+        self._fetched: dict[str, int] = {}
         self._decodes: tuple[str, ...] | None = None
         count_answered(vllm_config)
 
@@ -85,6 +86,11 @@ class WorkerSide:
         channel, carries_token = self.channel, _rank() == 0
         for offer in metadata.offers:
             channel.offer(offer.key, offer.request_id, offer.peers, offer.first_block, offer.blocks, carries_token)
+        for fetch in metadata.fetches:
+            name = _of_this_rank(fetch.key)
+            channel.fetch(name, fetch.request_id, fetch.peers, fetch.blocks, fetch.hashes, fetch.timeout_s)
+        for key, reason in metadata.fetch_cancels:
+            channel.cancel(_of_this_rank(key), reason)
         for key, reason in metadata.cancels:
             channel.cancel(key, reason)
         for key, peers in metadata.unoffered:
@@ -105,9 +111,10 @@ class WorkerSide:
         """What has ended since the last step."""
         results: Results = self.channel.take_results()
         self._arrived = {rid: token for rid, token in results.received.items() if token is not None}
+        self._fetched = results.fetched
         return KVConnectorTransferResults(
             finished_sending=results.released,
-            finished_recving=results.received.keys() | results.broken.keys(),
+            finished_recving=results.received.keys() | results.broken.keys() | results.fetched.keys(),
             failed_recving=set(results.broken),
         )
 
@@ -115,12 +122,18 @@ class WorkerSide:
         """News for the scheduler side."""
         tokens, self._arrived = self._arrived, {}
         decodes, self._decodes = self._decodes, None
-        return WorkerMetadata(tokens, decodes) if tokens or decodes is not None else None
+        fetched, self._fetched = self._fetched, {}
+        return WorkerMetadata(tokens, decodes, fetched) if tokens or fetched or decodes is not None else None
 
     def close(self) -> None:
         """Close the channel."""
         if self._channel is not None:
             self._channel.close()
+
+
+def _of_this_rank(key: Key) -> Key:
+    """A fetch's key on the wire: each worker fetches by itself, also from the same worker."""
+    return f"{key[0]}~{_rank()}", key[1]
 
 
 def _rank() -> int:

@@ -42,6 +42,13 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "Landed": SESSIONS,
     "Failed": {**SESSIONS, "reason": st.text(max_size=3)},
     "FirstToken": {**SESSIONS, "token": st.integers(0, 9)},
+    "Fetch": {
+        **MINE,
+        "blocks": st.lists(BLOCK, max_size=3),
+        "hashes": st.lists(st.binary(max_size=3), max_size=3),
+        "timeout_s": st.floats(0, 1),
+    },
+    "Found": {**SESSIONS, "blocks": st.integers(0, 3)},
 }
 
 

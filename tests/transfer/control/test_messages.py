@@ -25,6 +25,8 @@ MESSAGES = [
     control.Landed("session", 1),
     control.Failed("session", 1, "a write failed"),
     control.FirstToken("session", 1, 42),
+    control.Fetch("session", 1, 0, [5, 4], [bytes(32), b"\xff"], 60.0),
+    control.Found("session", 1, 2),
     control.Nudge(),
 ]
 
@@ -75,6 +77,10 @@ def test_a_sealed_message_of_a_wrong_shape_is_bad(body: object) -> None:
         control.Offer("x" * 257, 1, 0, 0, [1], 10),
         control.Cancel(*KEY, 0, "x" * 1_000_000),
         control.Failed(*KEY, "x" * 1_000_000),
+        control.Fetch(*KEY, 0, [1], [b""], 10),
+        control.Fetch(*KEY, 0, [1], [bytes(65)], 10),
+        control.Fetch(*KEY, 0, [1], [b"1"], -1),
+        control.Found(*KEY, -1),
         control.FirstToken(*KEY, -1),
         control.FirstToken(*KEY, 2**40),
     ],

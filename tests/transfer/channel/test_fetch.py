@@ -1,0 +1,200 @@
+"""Fetches of cached blocks from another worker: what comes, what does not, and what is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.transfer.channel.wire_peer import Peer, prefill_all
+from transfer.control.messages import Cancel, Failed, Fetch, Found
+
+FETCH, HANDOFF = ("fetched", 1), ("session", 1)
+HELD, TARGET = [5, 6, 9], [20, 3, 4]
+
+
+def name(block: int) -> bytes:
+    return block.to_bytes(32, "little")
+
+
+class Shelf:
+    """A library of some blocks that are named by their number. `lent`: how often each block is borrowed now."""
+
+    def __init__(self, *blocks: int) -> None:
+        self.blocks, self.lent, self.gave_back = blocks, dict.fromkeys(blocks, 0), 0
+
+    def borrow(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        found = []
+        for wanted in hashes:
+            block = int.from_bytes(wanted, "little")
+            if block not in self.blocks:
+                break
+            found.append(block)
+            self.lent[block] += 1
+        return tuple(found)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            assert self.lent[block], "a block was given back twice"
+            self.lent[block] -= 1
+        self.gave_back += 1
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self.lent.values())
+
+
+def fetch(side: Any, source: Any, held: Sequence[int] = HELD, request_id: str = "r", timeout_s: float = 60.0) -> None:
+    names = [name(block) for block in held]
+    side.channel.fetch(FETCH, request_id, [source.channel.address], TARGET[: len(held)], names, timeout_s)
+
+
+@pytest.mark.parametrize("has", range(4))
+def test_the_leading_blocks_that_the_source_has_come(prefill: Any, decode: Any, has: int) -> None:
+    shelf = Shelf(*HELD[:has], 40)
+    prefill.fill(HELD, 1)
+    prefill.channel.lend(shelf)
+    fetch(decode, prefill)
+    assert decode.wait("fetched", "r") == has
+    came, others = TARGET[:has], [block for block in range(decode.blocks) if block not in TARGET[:has]]
+    assert np.array_equal(decode.memory[:, :, came], prefill.memory[:, :, HELD[:has]])
+    assert not decode.memory[:, :, others].any()
+    prefill.wait_idle()
+    assert shelf.is_whole
+    assert decode.counter("blocks_fetched") == has
+    assert decode.counter("fetches_broken") == (has < 3)
+    assert prefill.counter("fetches_landed") == (has > 0)
+    assert not prefill.counter("handoffs_landed")
+
+
+def test_nothing_comes_from_a_worker_that_lends_nothing(prefill: Any, decode: Any) -> None:
+    fetch(decode, prefill)
+    assert decode.wait("fetched", "r") == 0
+    decode.wait_idle()
+
+
+def test_both_fetch_from_each_other_at_once(prefill: Any, decode: Any) -> None:
+    shelves = Shelf(*HELD), Shelf(*HELD)
+    for side, shelf, seed in ((prefill, shelves[0], 1), (decode, shelves[1], 2)):
+        side.fill(HELD, seed)
+        side.channel.lend(shelf)
+    fetch(decode, prefill)
+    fetch(prefill, decode)
+    assert decode.wait("fetched", "r") == prefill.wait("fetched", "r") == 3
+    assert np.array_equal(decode.memory[:, :, TARGET], prefill.memory[:, :, HELD])
+    assert np.array_equal(prefill.memory[:, :, TARGET], decode.memory[:, :, HELD])
+    prefill.wait_idle()
+    decode.wait_idle()
+    assert all(shelf.is_whole for shelf in shelves)
+
+
+def test_a_handoff_goes_on_beside_a_fetch(prefill: Any, decode: Any) -> None:
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    prefill.fill(HELD, 1)
+    decode.channel.offer(HANDOFF, "d", [prefill.channel.address], 0, [30, 31], False)
+    fetch(decode, prefill)
+    prefill_all(prefill, HANDOFF)
+    assert decode.wait("received", "d") is None
+    assert decode.wait("fetched", "r") == 3
+    assert prefill.wait("released", "p")
+    assert "r" not in prefill.collect().released
+
+
+def test_a_source_that_is_gone_is_no_source(prefill: Any, decode: Any) -> None:
+    prefill.channel.lend(Shelf(*HELD))
+    prefill.channel.close()
+    fetch(decode, prefill)
+    assert decode.wait("fetched", "r") == 0
+    decode.wait_idle()
+
+
+def hold_writes(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No write of this side begins until `monkeypatch.undo`."""
+    monkeypatch.setattr(side.channel._prefill.writes._pacer, "pop", lambda now: None)
+
+
+def test_a_fetch_that_is_cancelled_ends_when_nothing_is_written_any_more(
+    prefill: Any, decode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    prefill.fill(HELD, 1)
+    hold_writes(prefill, monkeypatch)
+    fetch(decode, prefill)
+    prefill.until(lambda: not shelf.is_whole)
+    decode.channel.cancel(FETCH, "aborted")
+    assert decode.wait("fetched", "r") == 0
+    prefill.wait_idle()
+    assert shelf.is_whole
+    assert not decode.memory.any()
+
+
+def test_a_fetch_ends_with_its_time(prefill: Any, decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    hold_writes(prefill, monkeypatch)
+    fetch(decode, prefill, timeout_s=0.05)
+    assert decode.wait("fetched", "r") == 0
+    prefill.wait_idle()
+    assert shelf.is_whole
+
+
+def test_the_engine_gets_borrowed_blocks_back(prefill: Any, decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    hold_writes(prefill, monkeypatch)
+    fetch(decode, prefill)
+    prefill.until(lambda: not shelf.is_whole)
+    assert prefill.channel.recall(60.0)
+    assert shelf.is_whole
+    assert decode.wait("fetched", "r") == 0
+    assert prefill.channel.recall(60.0), "there is nothing to recall"
+
+
+def ask_for(blocks: Sequence[int], hashes: Sequence[bytes], rank: int = 0) -> Fetch:
+    return Fetch(*FETCH, rank, list(blocks), list(hashes), 10.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ask_for([], []),
+        ask_for([1, 2], [name(5)]),
+        ask_for([1, 1], [name(5), name(6)]),
+        ask_for([64], [name(5)]),
+        ask_for([-1], [name(5)]),
+        ask_for([1], [name(5)], rank=1),
+    ],
+    ids=["nothing", "unlike numbers", "one block twice", "a block too high", "a block below 0", "another rank"],
+)
+def test_a_fetch_that_cannot_be_is_refused(prefill: Any, peer: Peer, message: Fetch) -> None:
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    assert isinstance(peer.ask(message), Failed)
+    assert prefill.counter("open_writing") == 0
+    assert shelf.gave_back == 0
+
+
+def test_a_fetch_that_is_repeated_is_refused(prefill: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks may belong to another request by then."""
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    hold_writes(prefill, monkeypatch)
+    assert peer.ask(ask_for([1], [name(5)])) == Found(*FETCH, 1)
+    assert isinstance(peer.ask(ask_for([2], [name(6)])), Failed)
+    assert isinstance(peer.ask(Cancel(*FETCH, 0, "aborted")), Failed)
+    assert isinstance(peer.ask(ask_for([1], [name(5)])), Failed)
+    assert shelf.gave_back == 1
+
+
+def test_a_stranger_is_refused(prefill: Any, make_peer: Callable[..., Peer]) -> None:
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    stranger = make_peer()
+    stranger.ask(ask_for([1], [name(5)]))
+    assert prefill.counter("open_writing") == 0
+    assert not stranger.memory.any()
+    assert shelf.is_whole

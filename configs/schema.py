@@ -252,6 +252,8 @@ class PlacementConfig(Section):
     """One replica serves shorter prompts whole."""
     rebalance: bool = True
     """A running answer moves to another replica where the rest of it costs less by enough, as `joint` weighs it."""
+    fetch: bool = False
+    """A replica gets the cached part of a prompt from another replica, where that is expected to beat computing it."""
     prompt_share: float = Field(0.9, ge=0.25, le=0.95)
     """The share of a step's time that prompts get beside running answers, where these have no `tpot_s`."""
     queue_timeout_s: float = Field(30.0, gt=0)

@@ -352,11 +352,24 @@ MOVED = "moved"
 
 
 @dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """The replica that computes a prompt first gets the KV of its first `tokens` tokens from `source`'s cache.
+
+    `timeout_s`: what has not come by then is computed. `saved_s`: the seconds that it is expected to save.
+    """
+
+    source: ReplicaInfo
+    tokens: int
+    timeout_s: float
+    saved_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Where a session goes, what is reserved for it, and how long each stage may take.
 
     `cached_tokens`: prompt tokens expected in the prefix cache of the replica that prefills. `forecast`: the times
-    expected. `tpot_s`: the TPOT objective of its class in seconds; 0 where it has none.
+    expected. `tpot_s`: the TPOT objective of its class in seconds; 0 where it has none. `fetch`: None: nothing.
     """
 
     session_id: str
@@ -371,6 +384,7 @@ class Placement:
     cached_tokens: int = 0
     forecast: Forecast = Forecast()
     tpot_s: float = 0.0
+    fetch: FetchPlan | None = None
 
     @property
     def is_move(self) -> bool:

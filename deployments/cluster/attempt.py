@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from deployments.cluster.answer import Answer
 from deployments.cluster.batch import Batch
-from deployments.cluster.engine_request import FINISH, Remainder, part, pushed
+from deployments.cluster.engine_request import FINISH, Remainder, fetched, part, pushed
 from deployments.cluster.notices import Notices
 from deployments.cluster.port import Replicas
 from deployments.cluster.refusal import refusal
@@ -148,7 +148,8 @@ class Attempt:
         self, placement: Placement, replica: ReplicaInfo, role: Role, transfer: dict[str, Any] | None
     ) -> SessionTask:
         left = self._left
-        request = part(left.request, role, self._means.handoff, transfer, left.answered, placement.tpot_s)
+        fetch = fetched(placement) if replica is placement.prefiller else None
+        request = part(left.request, role, self._means.handoff, transfer, left.answered, placement.tpot_s, fetch)
         prompt_tokens = len(request.prompt_token_ids or ()) + len(left.answered)
         return SessionTask(
             session_id=placement.session_id,

@@ -149,6 +149,21 @@ def pushed(placement: Placement, role: Role, peer: ReplicaInfo) -> dict[str, Any
     }
 
 
+def fetched(placement: Placement) -> dict[str, Any]:
+    """What Baton's connector is told of a prompt's first part that another replica has; empty: nothing."""
+    if (plan := placement.fetch) is None:
+        return {}
+    return {
+        "baton_fetch": {
+            "session": placement.session_id,
+            "epoch": placement.epoch,
+            "peers": list(plan.source.endpoints),
+            "tokens": plan.tokens,
+            "timeout_s": plan.timeout_s,
+        }
+    }
+
+
 def part(
     request: EngineCoreRequest,
     role: Role,
@@ -156,11 +171,13 @@ def part(
     transfer: dict[str, Any] | None,
     answered: Sequence[int] = (),
     tpot_s: float = 0.0,
+    fetch: dict[str, Any] | None = None,
 ) -> EngineCoreRequest:
     """The request as one replica gets it.
 
     `answered`: the tokens that the client had before (`transfer/vllm/continued_answer.py`). `tpot_s`: the TPOT
-    objective of its class; 0: none. What a client may have said of these, or of KV transfers, does not reach an engine.
+    objective of its class; 0: none. `fetch`: see `fetched`. What a client may have said of these, or of KV transfers,
+    does not reach an engine.
     """
     assert request.sampling_params is not None
     part, params = copy.copy(request), copy.copy(request.sampling_params)
@@ -173,7 +190,7 @@ def part(
             params.min_tokens = min(params.max_tokens, params.min_tokens)
     # A client's `kv_cache_report_mode` would make the engine report blocks as cached that it has reported before.
     ours = {
-        "kv_transfer_params": transfer,
+        "kv_transfer_params": {**(transfer or {}), **(fetch or {})} or None,
         "baton_answered": before,
         "baton_tpot_s": tpot_s or None,
         "kv_cache_report_mode": None,

@@ -250,6 +250,7 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         prompt_share=placement.prompt_share,
         slack=placement.admission_slack,
         relieves=placement.overcommit > 1,
+        fetches=placement.fetch and config.channel.kind != "vllm",
         rebalances=placement.rebalance and placement.policy == "joint",
     )
 

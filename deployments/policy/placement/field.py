@@ -40,7 +40,7 @@ class PlacementSettings:
     time that a client is told to stay away. `limits`: by pool; a pool without limits takes any request. `moves`: any
     replica can hand over KV, also that of a session that it gives up. `prompt_share`: as in the configuration.
     `slack`: the share of an objective that a predicted time may reach. `relieves`: replicas give up sessions before
-    their memory runs out. `rebalances`: answers move to where they cost less.
+    their memory runs out. `rebalances`: answers move to where they cost less. `fetches`: a replica may fetch cached KV.
     """
 
     split_min_prompt_tokens: int = 1
@@ -56,6 +56,7 @@ class PlacementSettings:
     slack: float = 1.0
     relieves: bool = True
     rebalances: bool = True
+    fetches: bool = False
 
 
 class Field:

@@ -10,6 +10,7 @@ import numpy as np
 
 from deployments.messages import MOVED, Admit, Decision, Forecast, Mode, Placement, Role
 from deployments.policy.placement.choice import Choice, Policy
+from deployments.policy.placement.fetch import fetch_plan
 from deployments.policy.placement.field import Field, is_short, most_tokens
 from deployments.policy.placement.shortfall import pair_shortfall, shortfall
 from transfer.memory.blocks import blocks_for
@@ -65,6 +66,7 @@ def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placemen
     helper = None if choice.helper is None else here.columns.info(choice.helper)
     prefiller = choice.owner if choice.helper is None else choice.helper
     is_whole_on_prefill = mode is Mode.PREFILL_LOCAL
+    fetch = None if reason == MOVED else fetch_plan(here, prefiller)
     return Placement(
         session_id=here.request.session_id,
         epoch=1,
@@ -75,19 +77,22 @@ def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placemen
         reserved_blocks=blocks_for(most_tokens(here.request), owner.block_size),
         handoff_timeout_s=here.settings.handoff_timeout_s,
         session_timeout_s=here.settings.session_timeout_s,
-        cached_tokens=here.outlook.cached_on(prefiller),
-        forecast=_forecast(here, choice.owner, prefiller, computes=reason != MOVED),
+        cached_tokens=fetch.tokens if fetch else here.outlook.cached_on(prefiller),
+        forecast=_forecast(
+            here, choice.owner, prefiller, computes=reason != MOVED, saved_s=fetch.saved_s if fetch else 0
+        ),
         tpot_s=here.objectives[1] if here.objectives[1] < np.inf else 0.0,
+        fetch=fetch,
     )
 
 
-def _forecast(here: Field, owner: int, prefiller: int, computes: bool) -> Forecast:
+def _forecast(here: Field, owner: int, prefiller: int, computes: bool, saved_s: float = 0.0) -> Forecast:
     """The times expected of a choice, from the numbers that it was made by.
 
-    `computes`: the prompt is computed; a session that moves has it already.
+    `computes`: the prompt is computed; a session that moves has it already. `saved_s`: by a fetch.
     """
     outlook = here.outlook
-    queue_s, prefill_s = float(outlook.queue_s[prefiller]), float(outlook.prefill_s[prefiller])
+    queue_s, prefill_s = float(outlook.queue_s[prefiller]), float(outlook.prefill_s[prefiller]) - saved_s
     if not computes:
         queue_s = prefill_s = 0.0
     transfer_s = 0.0

@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,10 +27,11 @@ from deployments.engine.build import environment
 from deployments.engine.protocol import Step
 from deployments.host.processes import descendants
 from deployments.host.shared_memory import PREFIXES, shared_memory_of
-from deployments.manager.calls import Status
+from deployments.manager.calls import Drain, Status
 from deployments.messages import Mode
-from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer
+from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer, until
 from tests.deployments.real_engines import RealEngines
+from transfer.memory.blocks import chained_hashes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -70,13 +72,18 @@ def pool(tensor_parallel_size: int = 1, engine_args: dict[str, Any] | None = Non
 
 @asynccontextmanager
 async def cluster(
-    model: Path, prefill: PoolConfig, decode: PoolConfig, *large: PoolConfig, max_model_len: int = MAX_MODEL_LEN
+    model: Path,
+    prefill: PoolConfig,
+    decode: PoolConfig,
+    *large: PoolConfig,
+    max_model_len: int = MAX_MODEL_LEN,
+    fetch: bool = False,
 ) -> AsyncIterator[RealEngines]:
     config = BatonConfig(
         model=ModelConfig(source=str(model), dtype="float32", max_model_len=max_model_len),
         prefill=prefill,
         decode=dict(zip(("small", "large"), (decode, *large), strict=False)),
-        placement=PlacementConfig(split="always", snapshot_interval_s=0.01),
+        placement=PlacementConfig(split="always", snapshot_interval_s=0.01, fetch=fetch),
     )
     os.environ.update(environment(config, "prefill"))
     made = RealEngines(config)
@@ -318,3 +325,34 @@ def logprobs(answer: Any) -> list[list[float]]:
     """Of each token of an answer: those of the token itself and of the likeliest."""
     rows = [output.new_logprobs for output in answer.outputs if output.new_logprobs is not None]
     return [list(row) for each in rows for row in each.logprobs]
+
+
+async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path) -> None:
+    """Answers are those of one engine, wherever in the prompt the part that is fetched ends."""
+    async with cluster(model, pool(), pool(), fetch=True) as engines:
+        for cached, asked in ((512, 512), (512, 700), (300, 301), (640, 900)):
+            known = prompt(asked)
+            await engines.manager.ask(Drain(PREFILL))
+            await engines.alone(known[:cached], max_tokens=1)
+            await engines.manager.ask(Drain(PREFILL, resume=True))
+            whole_blocks = min(cached, asked - 1) // 32
+            await is_back(engines, known, whole_blocks)
+            before = await engines.replicas[PREFILL].counters()
+            answer = await (await engines.ask(known, max_tokens=6)).over()
+            after = await engines.replicas[PREFILL].counters()
+            assert answer.context.modes == {Mode.DISAGGREGATED}
+            assert after["blocks_fetched"] - before["blocks_fetched"] == whole_blocks
+            assert after["fetches_broken"] == 0
+            assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
+        await engines.all_is_free()
+
+
+async def is_back(engines: RealEngines, prompt: list[int], blocks: int) -> None:
+    """Wait until prefill takes prompts again, and the session manager knows which blocks of this one decode caches."""
+    allocator, hashes = engines.manager._allocator, chained_hashes(prompt, 32)
+
+    async def is_so() -> bool:
+        ready = [view.info.replica_id for view in allocator.fleet.view(time.monotonic()).ready]
+        return PREFILL in ready and allocator.predictors.index.hits(hashes).get(SMALL, 0) >= blocks
+
+    await until(is_so)

@@ -356,3 +356,35 @@ async def is_back(engines: RealEngines, prompt: list[int], blocks: int) -> None:
         return PREFILL in ready and allocator.predictors.index.hits(hashes).get(SMALL, 0) >= blocks
 
     await until(is_so)
+
+
+async def test_a_fetch_that_brings_less_or_is_aborted_harms_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session manager takes decode to have more of each prompt than it has."""
+    async with cluster(model, pool(), pool(), fetch=True) as engines:
+        index = engines.manager._allocator.predictors.index
+        await engines.answer(prompt(700), max_tokens=2)  # the engines' steps are known from now on
+        for has, said in ((0, 20), (10, 20), (1, 19)):
+            known = prompt(700)
+            if has:
+                await engines.manager.ask(Drain(PREFILL))
+                await engines.alone(known[: has * 32 + 1], max_tokens=1)
+                await engines.manager.ask(Drain(PREFILL, resume=True))
+                await is_back(engines, known, has)
+            before = await engines.replicas[PREFILL].counters()
+            with monkeypatch.context() as patched:
+                patched.setattr(index, "hits", lambda hashes, said=said: {SMALL: said})
+                answer = await (await engines.ask(known, max_tokens=6)).over()
+            after = await engines.replicas[PREFILL].counters()
+            assert after["blocks_fetched"] - before["blocks_fetched"] == has
+            assert after["fetches_broken"] - before["fetches_broken"] == 1
+            assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
+        for turn in range(10):
+            with monkeypatch.context() as patched:
+                patched.setattr(index, "hits", lambda hashes: {SMALL: 20})
+                cancelled = await engines.ask(known if turn % 2 else prompt(700), max_tokens=6)
+                await asyncio.sleep(0.01 * turn)
+                await engines.core.abort_requests_async([cancelled.request_id])
+        await engines.all_is_free()
+        assert answer.tokens == (await engines.answer(known, max_tokens=6)).tokens

@@ -11,7 +11,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import assert_never, cast
 
 from configs.checks import bounds_of
@@ -42,7 +42,7 @@ from deployments.manager.calls import (
 from deployments.manager.draining import drain
 from deployments.manager.meter import ManagerMeter
 from deployments.manager.own_sessions import occupancy
-from deployments.manager.scaling import Scaling
+from deployments.manager.scaling import Scaling, Size
 from deployments.manager.traffic import Traffic
 from deployments.messages import (
     MANAGER_RETIRES,
@@ -77,8 +77,8 @@ class SessionManager:
 
     `clock`: seconds, monotonic. `rng`: decides between equals. `listen_s`: seconds from the first call on in which the
     manager only listens. So a restarted manager knows the fleet and what runs on it before it places anything.
-    `traffic`: told of every session. All methods run on one event loop. `scaling`: makes no plan until its owner runs
-    it; None where the configuration has none.
+    `traffic`: told of every session. All methods run on one event loop. `scaling`: makes no plan until `plan` runs;
+    None where the configuration has none.
     """
 
     def __init__(
@@ -157,6 +157,11 @@ class SessionManager:
     def meter(self, registry: Registry) -> ManagerMeter:
         """What brings this manager's metrics up to date in `registry`."""
         return ManagerMeter(registry, self._allocator, self._counts, self.scaling, self._clock)
+
+    async def plan(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]]) -> None:
+        """Make plans of sizes, without end: see `Scaling.run`. Without `scaling` there is nothing to do."""
+        if self.scaling is not None:
+            await self.scaling.run(sizes, self._tell)
 
     def retire(self) -> None:
         """Another manager takes over: callers that wait here must ask that one. What is placed stays as it is."""

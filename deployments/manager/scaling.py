@@ -71,8 +71,11 @@ class Scaling:
         self.decisions: Counter[tuple[str, str, str]] = Counter()
         self.reasons: Counter[tuple[str, str]] = Counter()
 
-    async def run(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]]) -> None:
+    async def run(
+        self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]], planned: Callable[[], None]
+    ) -> None:
         """Make a plan every `scaling.interval_s`, without end. `sizes`: asks Serve; None when it does not say.
+        `planned`: called after every plan, which may have changed how long requests wait.
 
         Where a plan fails, the last one stays, and the next one is made in its time.
         """
@@ -80,6 +83,7 @@ class Scaling:
             await asyncio.sleep(self._config.interval_s)
             try:
                 self.think(await sizes())
+                planned()
             except Exception as error:  # noqa: BLE001 - a bug of ours, counted, shown and logged; the fleet goes on
                 self._failed(error)
             else:

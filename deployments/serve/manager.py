@@ -42,7 +42,7 @@ class ServeSessionManager(SessionManager):
         await self._server.start(get_node_ip_address())
         self._tasks = OwnTasks()
         if self.scaling is not None:
-            self._tasks.own(self.scaling.run(sizes), "scaling")
+            self._tasks.own(self.plan(sizes), "scaling")
         if (registry := registry_of(config, policy=config.placement.policy)) is not None:
             self._tasks.own(publish(registry, self.meter(registry).collect), "metrics")
         self._retired = asyncio.create_task(self._retire(), name="baton-retire")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from configs.schema import BatonConfig
-from deployments.manager.calls import Ready, Report, Status
+from deployments.manager.calls import Open, Ready, Report, Status
 from deployments.manager.manager import SessionManager
 from deployments.manager.scaling import FOLLOWED_S, LISTEN_S, Scaling, Size
-from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.messages import Mode, Phase, Reject, ReplicaInfo, ReplicaSnapshot, Role, SessionRequest
 from deployments.policy.scaling.inputs import Now, Plan, Predicted
 from deployments.policy.scaling.reasons import Reason
 
@@ -167,6 +167,28 @@ async def test_a_request_no_longer_waits_for_a_start_that_is_not_asked_for_any_m
     assert room.keep_until_s == 0.0
 
 
+async def test_a_request_is_refused_as_soon_as_no_start_is_under_way_and_its_time_is_over() -> None:
+    """Its timer is set to the end of a start that may take hours, and no replica is there to report."""
+    fleet = Fleet(least=0, interval_s=0.001, start_timeout_s=10_000.0)
+    fleet.now_s, room = LISTEN_S, fleet.manager._allocator.room
+    fleet.script.targets = {"prefill": 0, "decode-main": 1}
+    planning = asyncio.create_task(fleet.manager.plan(_settled))
+    await _until(lambda: room.keep_until_s > LISTEN_S)
+    request = SessionRequest("a", 100, 10, (Mode.DISAGGREGATED,))
+    waiting = asyncio.create_task(fleet.manager.ask(Open(request)))
+    await _until(lambda: "a" in room)
+    await asyncio.sleep(0)
+    fleet.now_s += 1000.0
+    fleet.script.targets["decode-main"] = 0
+    async with asyncio.timeout(60.0):
+        decision = await waiting
+    assert isinstance(decision, Reject)
+    assert "no capacity" in decision.reason
+    planning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await planning
+
+
 async def test_a_full_fleet_changes_no_deadline() -> None:
     fleet = Fleet()
     await fleet.up()
@@ -247,7 +269,7 @@ async def test_a_pool_that_may_be_empty_does_not_keep_an_application_from_being_
 async def test_plans_are_made_one_after_the_other_until_they_are_stopped() -> None:
     fleet = Fleet(interval_s=0.001)
     await fleet.up()
-    running = asyncio.create_task(fleet.scaling.run(_settled))
+    running = asyncio.create_task(fleet.manager.plan(_settled))
     async with asyncio.timeout(60.0):
         while len(fleet.script.seen) < 3:
             await asyncio.sleep(0)
@@ -261,7 +283,7 @@ async def test_a_plan_that_fails_is_loud_and_planning_goes_on(caplog: pytest.Log
     fleet = Fleet(interval_s=0.001)
     await fleet.up()
     fleet.scaling.think(SETTLED)
-    running = asyncio.create_task(fleet.scaling.run(_settled))
+    running = asyncio.create_task(fleet.manager.plan(_settled))
     for error in (ValueError("no such pool"), ValueError("no such pool 2"), KeyError("steps")):
         fleet.script.error = error
         await _fails(fleet)
@@ -283,7 +305,7 @@ async def test_a_failure_before_the_first_plan_is_shown() -> None:
     fleet = Fleet(interval_s=0.001)
     await fleet.up()
     fleet.script.error = ValueError("no such pool")
-    running = asyncio.create_task(fleet.scaling.run(_settled))
+    running = asyncio.create_task(fleet.manager.plan(_settled))
     await _fails(fleet)
     assert fleet.scaling.explain()["failure"] == "ValueError: no such pool"
     assert fleet.scaling.told() == {}

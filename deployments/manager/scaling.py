@@ -71,9 +71,7 @@ class Scaling:
         self.decisions: Counter[tuple[str, str, str]] = Counter()
         self.reasons: Counter[tuple[str, str]] = Counter()
 
-    async def run(
-        self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]], planned: Callable[[], None]
-    ) -> None:
+    async def run(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]], planned: Callable[[], None]) -> None:
         """Make a plan every `scaling.interval_s`, without end. `sizes`: asks Serve; None when it does not say.
         `planned`: called after every plan, which may have changed how long requests wait.
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from transfer.channel.decode_side import DecodeSide
+from transfer.channel.dispatch import hand_on
 from transfer.channel.handoff_log import HandoffLog, Span
 from transfer.channel.layers import Chunk, Ready
 from transfer.channel.library import Library
@@ -24,8 +25,7 @@ from transfer.channel.outbox import Key, Outbox, Results, Trace
 from transfer.channel.pacing import Limits
 from transfer.channel.prefill_side import PrefillSide
 from transfer.channel.timings import TIMINGS, Timings
-from transfer.control import messages as control
-from transfer.control.endpoint import Endpoint, Incoming, PeerGone
+from transfer.control.endpoint import Endpoint, PeerGone
 from transfer.control.messages import Seal
 from transfer.memory.layout import KVLayout
 from transfer.memory.plane import Plane
@@ -95,13 +95,13 @@ class Channel:
     ) -> None:
         """Ask the workers at `peers` for cached blocks. `Results.fetched` says how many of them are here in the end.
 
-        `key`: unlike that of any handoff, and of any other worker's fetch.
+        `key`: of the session that they are for. Each worker of a replica fetches for itself.
         """
         self._do(lambda: self._decode.fetch(key, request_id, peers, blocks, hashes, timeout_s))
 
     def lend(self, library: Library) -> None:
         """Other replicas may fetch what `library` has."""
-        self._do(lambda: setattr(self._prefill, "library", library))
+        self._prefill.library = library
 
     def cancel(self, key: Key, reason: str) -> None:
         """Decode: the request is over. Its result comes once the peer writes no more."""
@@ -238,8 +238,8 @@ class Channel:
             for event in events:
                 if isinstance(event, PeerGone):
                     self._decode.peer_gone(event.endpoint)
-                else:
-                    self._handle(event)
+                elif not hand_on(event, self._decode, self._prefill):
+                    self._outbox.counts["messages_refused"] += 1
             self._progress()
             self._expire()
 
@@ -280,31 +280,3 @@ class Channel:
         now = time.monotonic()
         self._decode.expire(now)
         self._prefill.expire(now)
-
-    def _handle(self, incoming: Incoming) -> None:
-        sender, message = incoming.sender, incoming.message
-        match message:
-            case control.Hello() if isinstance(sender, bytes):
-                self._prefill.hello(sender, message)
-            case control.Offer() if isinstance(sender, bytes):
-                self._prefill.offered(sender, message)
-            case control.Fetch() if isinstance(sender, bytes):
-                self._prefill.fetch(sender, message)
-            case control.Found(session, epoch, blocks) if isinstance(sender, str):
-                self._decode.found((session, epoch), blocks, sender)
-            case control.Cancel() if isinstance(sender, bytes):
-                self._prefill.cancelled(sender, message)
-            case control.Welcome() if isinstance(sender, str):
-                return
-            case control.Nudge() if isinstance(sender, str):
-                self._decode.nudged()
-            case control.FirstToken(session, epoch, token):
-                self._decode.first_token((session, epoch), token)
-            case control.Landed(session, epoch) if isinstance(sender, str):
-                self._decode.landed((session, epoch), sender)
-            case control.Failed(session, epoch, reason) if isinstance(sender, str):
-                self._decode.failed((session, epoch), reason, sender)
-            case control.Refused(reason) if isinstance(sender, str):
-                self._decode.refused(sender, reason)
-            case _:
-                self._outbox.counts["messages_refused"] += 1

@@ -45,14 +45,15 @@ class DecodePeers:
         """Whether the transport is making or closing a data connection."""
         return now < self._warm_until
 
-    def is_known(self, sender: bytes) -> bool:
-        """Whether this worker is connected. One that is not is refused, and then introduces itself again.
+    def layout_of(self, sender: bytes) -> KVLayout | None:
+        """The memory of a worker that is connected. One that is not is refused, and then introduces itself again.
 
         This side has forgotten it, or its Hello was lost.
         """
-        if sender not in self.agents:
+        if (agent := self.agents.get(sender)) is None:
             self.refuse(sender, "this worker is not known here")
-        return sender in self.agents
+            return None
+        return agent.layout
 
     def hello(self, sender: bytes, hello: control.Hello) -> list[bytes]:
         """Connect a worker that introduces itself, or refuse it.

@@ -1,4 +1,4 @@
-"""The handoffs of a decode worker: it offers blocks, waits for KV and first token, and fences cancelled handoffs.
+"""The handoffs to a worker, and its fetches: it offers blocks, waits for KV and first token, and fences cancelled ones.
 
 A handoff is fenced while peers may still write its blocks: the peers are asked to stop, until each has answered that
 it has stopped. Only the channel's thread uses this module.
@@ -186,12 +186,15 @@ class DecodeSide:
                 continue
             del self._receiving[key]
             if receiving.asked:
-                self._outbox.fetched(receiving.request_id, _fetched(receiving, effect), receiving.asked)
-            elif isinstance(effect, Received):
+                blocks = _fetched(receiving, effect)
+                self._outbox.fetched(receiving.request_id, blocks, receiving.asked)
+                self._trace("fetched", session=key[0], blocks=blocks)
+                continue
+            self._trace("received", session=key[0], ok=isinstance(effect, Received))
+            if isinstance(effect, Received):
                 self._outbox.received(receiving.request_id, effect.token)
             else:
                 self._outbox.broken(receiving.request_id, effect.reason)
-            self._trace("received", session=key[0], ok=isinstance(effect, Received))
 
 
 def _fetched(fetch: _Receiving, end: ReceiverEffect) -> int:

@@ -109,6 +109,10 @@ class HandoffLog:
                     known.chunks[-1].ended_s = now_s
             case "offered":
                 known.moments.append(_span("offer", now_s, now_s, f"{fields['blocks']} blocks"))
+            case "fetch":
+                known.moments.append(_span("fetch", now_s, now_s, f"{fields['blocks']} cached blocks are asked for"))
+            case "fetched":
+                known.moments.append(_span("fetched", now_s, now_s, f"{fields['blocks']} cached blocks are here"))
             case "landed":
                 known.moments.append(_span("landed", now_s, now_s, "all KV is written"))
             case "received":

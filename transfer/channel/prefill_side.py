@@ -16,7 +16,7 @@ from transfer.channel.outbox import Key, Outbox, Trace, remember
 from transfer.channel.pacing import Job, Limits, Pacer
 from transfer.channel.timings import TIMINGS, Timings
 from transfer.channel.writes import Writes
-from transfer.channel.writing import Reader, Writing, objection, objection_to_blocks, objection_to_fetch
+from transfer.channel.writing import Reader, Writing, job_of, objection, objection_to_blocks, objection_to_fetch
 from transfer.control import messages as control
 from transfer.control.endpoint import Endpoint
 from transfer.control.handoff import SendFailed, SendLanded, Write, Writer, WriterEffect, WriterState
@@ -135,7 +135,7 @@ class PrefillSide:
                 for rank, reader in writing.readers.items():
                     if reader.peer == lost:
                         reader.peer = sender
-                        self._stop(key, rank, reader, "the connection was lost")
+                        self._carry_out(key, rank, reader.machine.stop("the connection was lost"))
                 self._end_if_over(key)
 
     def keep(self, replicas: list[list[str]]) -> None:
@@ -147,16 +147,14 @@ class PrefillSide:
 
     def offered(self, sender: bytes, offer: control.Offer) -> None:
         key, rank = (offer.session, offer.epoch), offer.rank
-        if not self.peers.is_known(sender):
+        if (theirs := self.peers.layout_of(sender)) is None:
             return
         if (key, rank) in self._gone:
             self._endpoint.send(sender, control.Failed(*key, self._gone[key, rank]))
-        elif reason := self._objection(sender, key, rank):
+        elif reason := objection(self._layout, theirs, self._handoffs.get(key), sender, rank):
             self._outbox.counts["messages_refused"] += 1
             self._endpoint.send(sender, control.Failed(*key, reason))
-        elif reason := objection_to_blocks(
-            self.peers.agents[sender].layout, self._handoffs.get(key), self._handoffs.values(), sender, offer
-        ):
+        elif reason := objection_to_blocks(theirs, self._handoffs.get(key), self._handoffs.values(), sender, offer):
             self._outbox.counts["messages_refused"] += 1
             self.cancelled(sender, control.Cancel(*key, rank, reason))  # for good, even if the offer is repeated
         else:
@@ -170,9 +168,9 @@ class PrefillSide:
     def cancelled(self, sender: bytes, cancel: control.Cancel) -> None:
         """A cancel is always answered, because decode holds its blocks until the answer comes."""
         key, rank = (cancel.session, cancel.epoch), cancel.rank
-        if not self.peers.is_known(sender):
+        if (theirs := self.peers.layout_of(sender)) is None:
             return
-        if reason := self._objection(sender, key, rank):
+        if reason := objection(self._layout, theirs, self._handoffs.get(key), sender, rank):
             self._outbox.counts["messages_refused"] += 1
             self._endpoint.send(sender, control.Failed(*key, reason))
         elif key not in self._handoffs:
@@ -182,38 +180,40 @@ class PrefillSide:
         else:
             reader = self._reader(key, rank)
             reader.peer = sender
-            self._stop(key, rank, reader, cancel.reason)
+            self._carry_out(key, rank, reader.machine.stop(cancel.reason))
             if reader.machine.state is WriterState.LANDED:  # the first answer may have been lost
                 self._answer(reader, control.Landed(*key))
             self._end_if_over(key)
 
     def fetch(self, sender: bytes, fetch: control.Fetch) -> None:
-        """A worker asks for cached blocks. They are computed, so they are written at once. A fetch is not repeated."""
+        """A worker asks for cached blocks. They are computed, so they are written at once.
+
+        One that is open already is not answered: an answer would tell the worker that the first is over.
+        """
         key, rank = (fetch.session, fetch.epoch), fetch.rank
-        if not self.peers.is_known(sender):
+        if (theirs := self.peers.layout_of(sender)) is None:
             return
-        reason = self._gone.get((key, rank)) or self._objection(sender, key, rank)
-        reason = reason or objection_to_fetch(self.peers.agents[sender].layout, fetch)
-        if key in self._handoffs:
-            reason = reason or "a session of this name is open"
+        writing = self._handoffs.get(key)
+        if writing and (reader := writing.readers.get(rank)) and reader.borrowed and reader.peer == sender:
+            self._outbox.counts["messages_refused"] += 1
+            return
+        reason = self._gone.get((key, rank)) or objection(self._layout, theirs, writing, sender, rank)
+        reason = reason or objection_to_fetch(theirs, writing, fetch)
         borrowed = () if reason else self.library.borrow(fetch.hashes)
         self._endpoint.send(sender, answer(fetch, borrowed, reason))
         if borrowed:
             writing, reader = self._open(key), self._reader(key, rank)
             writing.deadline = time.monotonic() + min(fetch.timeout_s, self._timeout_s)
-            writing.borrowed, reader.peer = borrowed, sender
+            reader.borrowed, reader.peer = borrowed, sender
             self._carry_out(key, rank, lend(reader.machine, borrowed, fetch.blocks))
-
-    def _objection(self, sender: bytes, key: Key, rank: int) -> str | None:
-        theirs = self.peers.agents[sender].layout
-        return objection(self._layout, theirs, self._handoffs.get(key), sender, rank)
 
     def recall(self) -> bool:
         """End all fetches from this worker. Returns True once no write reads borrowed blocks."""
         for key, writing in list(self._handoffs.items()):
-            for rank, reader in writing.readers.items() if writing.borrowed else ():
-                self._stop(key, rank, reader, "the blocks are needed here")
-            self._end_if_over(key)
+            if writing.borrowed:
+                for rank, reader in writing.readers.items():
+                    self._carry_out(key, rank, reader.machine.stop("the blocks are needed here"))
+                self._end_if_over(key)
         return not any(writing.borrowed for writing in self._handoffs.values())
 
     # ---- progress of the writes, and deadlines
@@ -227,7 +227,7 @@ class PrefillSide:
             if now > writing.deadline:
                 writing.deadline = now + self._timeout_s
                 for rank, reader in writing.readers.items():
-                    self._stop(key, rank, reader, "the handoff ran out of time")
+                    self._carry_out(key, rank, reader.machine.stop("the handoff ran out of time"))
                 self._end_if_over(key)
 
     # ---- effects
@@ -250,31 +250,23 @@ class PrefillSide:
                 self._carry_out(key, rank, known[rank].machine.stop(self._gone[key, rank]))
         return known[rank]
 
-    def _stop(self, key: Key, rank: int, reader: Reader, reason: str) -> None:
-        self._carry_out(key, rank, reader.machine.stop(reason))
-
     def _carry_out(self, key: Key, rank: int, effects: list[WriterEffect]) -> None:
         reader = self._handoffs[key].readers[rank]
-        kind = self._handoffs[key].kind
         for effect in effects:
             match effect:
                 case Write():
-                    self.writes.push(self._job(key, rank, reader, effect))
+                    assert reader.peer is not None
+                    theirs = self.peers.agents[reader.peer].layout
+                    self.writes.push(job_of(key, rank, reader, self._layout, theirs, effect))
                 case SendLanded():
-                    self._outbox.counts[f"{kind}_landed"] += 1
+                    self._outbox.counts[f"{reader.kind}_landed"] += 1
                     self._trace("landed", session=key[0], rank=rank)
                     self._answer(reader, control.Landed(*key))
                 case SendFailed(reason):
-                    self._outbox.counts[f"{kind}_failed"] += 1
+                    self._outbox.counts[f"{reader.kind}_failed"] += 1
                     self._answer(reader, control.Failed(*key, reason))
         if reader.machine.state is WriterState.FENCING and (unposted := self.writes.drop((key, rank))):
             self._carry_out(key, rank, reader.machine.dropped(len(unposted)))
-
-    def _job(self, key: Key, rank: int, reader: Reader, write: Write) -> Job:
-        assert reader.peer is not None
-        _, length = self._layout.window(self.peers.agents[reader.peer].layout)
-        descriptors = len(write.local) * self._layout.regions_per_layer
-        return Job((key, rank), reader.peer, descriptors * length, descriptors, write, self._handoffs[key].yields)
 
     def _written(self, job: Job, ok: bool) -> None:
         key, rank = job.handoff
@@ -293,21 +285,16 @@ class PrefillSide:
 
         A handoff that failed before its prefill began has no source blocks to wait for.
         """
-        writing = self._handoffs.get(key)
-        if writing is None:
+        if (writing := self._handoffs.get(key)) is None:
             return
+        borrowed, request_id = writing.borrowed, writing.request_id
         machines = [reader.machine for reader in writing.readers.values()]
-        if writing.request_id is None and not writing.borrowed:
-            if all(machine.state is WriterState.FAILED for machine in machines):
-                self._forget(key, writing)
-        elif all(machine.released for machine in machines):
-            if writing.request_id is None:
-                self.library.give_back(writing.borrowed)
-            else:
-                self._outbox.released(writing.request_id)
-            self._forget(key, writing)
-
-    def _forget(self, key: Key, writing: Writing) -> None:
+        if not all(each.released if borrowed or request_id else each.state is WriterState.FAILED for each in machines):
+            return
+        if borrowed:
+            self.library.give_back(borrowed)
+        elif request_id is not None:
+            self._outbox.released(request_id)
         del self._handoffs[key]
         for rank, reader in writing.readers.items():
             remember(self._gone, (key, rank), reader.machine.reason or "the handoff is over")

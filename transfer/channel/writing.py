@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transfer.control.handoff import Writer, WriterState
+from transfer.channel.outbox import Key
+from transfer.channel.pacing import Job
+from transfer.control.handoff import Write, Writer, WriterState
 from transfer.control.messages import Fetch, Offer
 from transfer.memory.heads import sources
 from transfer.memory.layout import KVLayout
@@ -13,33 +15,36 @@ from transfer.memory.layout import KVLayout
 
 @dataclass(slots=True)
 class Reader:
-    """One decode worker's part of a handoff. `peer`: its connection, once it has offered its blocks or cancelled."""
+    """One decode worker's part of a handoff. `peer`: its connection, once it has offered its blocks or cancelled.
+
+    `borrowed`: the cached blocks that a fetch reads.
+    """
 
     machine: Writer
     peer: bytes | None = None
+    borrowed: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """As counters name it."""
+        return "fetches" if self.borrowed else "handoffs"
 
 
 @dataclass(slots=True)
 class Writing:
     """A handoff. `readers`: the decode workers, by rank. `request_id`: the engine's request, once its prefill began.
 
-    `borrowed`: the blocks that a fetch reads. A fetch has no request.
+    A fetch by another replica has no request: its blocks are borrowed.
     """
 
     deadline: float
     readers: dict[int, Reader] = field(default_factory=dict)
     request_id: str | None = None
-    borrowed: tuple[int, ...] = ()
 
     @property
-    def yields(self) -> bool:
-        """Whether its writes wait for those of all handoffs: a fetch can be computed instead."""
-        return bool(self.borrowed)
-
-    @property
-    def kind(self) -> str:
-        """As counters name it."""
-        return "fetches" if self.borrowed else "handoffs"
+    def borrowed(self) -> list[int]:
+        """The cached blocks that its readers read; none of a handoff."""
+        return [block for reader in self.readers.values() for block in reader.borrowed]
 
 
 def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender: bytes, rank: int) -> str | None:
@@ -75,8 +80,10 @@ def objection_to_blocks(
     return None
 
 
-def objection_to_fetch(theirs: KVLayout, fetch: Fetch) -> str | None:
-    """The reason to refuse a fetch, or None."""
+def objection_to_fetch(theirs: KVLayout, writing: Writing | None, fetch: Fetch) -> str | None:
+    """The reason to refuse a fetch, or None. `writing`: what is open under its key."""
+    if writing is not None and not writing.borrowed:
+        return "a handoff of this name is open"
     if not fetch.blocks or len(fetch.blocks) != len(fetch.hashes):
         return "a fetch needs one block for each hash"
     if not all(0 <= block < theirs.num_blocks for block in fetch.blocks):
@@ -84,6 +91,13 @@ def objection_to_fetch(theirs: KVLayout, fetch: Fetch) -> str | None:
     if len(set(fetch.blocks)) < len(fetch.blocks):
         return "a fetch of two blocks into one"
     return None
+
+
+def job_of(key: Key, rank: int, reader: Reader, ours: KVLayout, theirs: KVLayout, write: Write) -> Job:
+    """A write of one reader's part, as the pacer takes it. A fetch waits for handoffs: it could be computed instead."""
+    descriptors = len(write.local) * ours.regions_per_layer
+    size = descriptors * ours.window(theirs)[1]
+    return Job((key, rank), reader.peer, size, descriptors, write, yields=bool(reader.borrowed))
 
 
 def _unbegun(all_writings: Iterable[Writing], sender: bytes) -> int:

@@ -21,6 +21,8 @@ _ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
 _POLL_S = 20e-6
+LONGEST_S = 30.0
+"""The longest time of one read or write. The disk tier then goes on without NIXL."""
 
 
 class NixlFile:
@@ -53,7 +55,10 @@ class NixlFile:
             ours, theirs = self._agent.get_xfer_descs(memory, "DRAM"), self._agent.get_xfer_descs(file, "FILE")
             handle = self._agent.initialize_xfer(operation, ours, theirs, self._agent.name)
             state = self._agent.transfer(handle)
+            deadline = time.monotonic() + LONGEST_S
             while state == "PROC":
+                if time.monotonic() > deadline:
+                    raise OSError(errno.ETIMEDOUT, f"NIXL {operation} takes longer than {LONGEST_S:g} s")
                 time.sleep(_POLL_S)
                 state = self._agent.check_xfer_state(handle)
         except _ERRORS as error:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class CachedBlocks:
     """A `transfer.channel.library.Library`. `recall`: ends all fetches; False when writes still read blocks."""
 
-    def __init__(self, manager: KVCacheManager, recall: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, manager: KVCacheManager, recall: Callable[[], bool]) -> None:
         self._pool, self._lock, self.recall = manager.block_pool, threading.RLock(), recall
-        self._borrowed = 0
+        self._borrowed, self._recalled = 0, False
         self._named: set[int] = set()
         self._steps: deque[set[int]] = deque()
         pool = self._pool
@@ -33,7 +33,7 @@ class CachedBlocks:
         pool.free_blocks = self._alone(pool.free_blocks)
         pool.reset_prefix_cache = self._alone(pool.reset_prefix_cache)
         pool.cache_full_blocks = self._noting(pool.cache_full_blocks)
-        manager.allocate_slots = self._allocating(self._alone(manager.allocate_slots))
+        manager.allocate_slots = self._allocating(manager.allocate_slots)
 
     def begin_step(self) -> None:
         """A step was scheduled, perhaps with nothing in it."""
@@ -63,6 +63,7 @@ class CachedBlocks:
         with self._lock:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
             self._borrowed -= len(blocks)
+            self._recalled = False
 
     def _is_open(self, block: int) -> bool:
         return block in self._named or any(block in step for step in self._steps)
@@ -92,12 +93,19 @@ class CachedBlocks:
         return noting
 
     def _allocating(self, allocate_slots: Callable[..., Any]) -> Callable[..., Any]:
-        """A request that finds too few blocks gets those that are borrowed: a fetch may fail, and a request may not."""
+        """A request that finds too few blocks gets those that are borrowed: a fetch may fail, and a request may not.
+
+        A peer may hold up the end of a fetch. So one step waits for it, and later ones do not.
+        """
 
         def allocating(*args: Any, **kwargs: Any) -> Any:
-            slots = allocate_slots(*args, **kwargs)
-            if slots is None and self._borrowed and self.recall():
+            with self._lock:
                 slots = allocate_slots(*args, **kwargs)
+            if slots is None and self._borrowed and not self._recalled:
+                self._recalled = True
+                if self.recall():
+                    with self._lock:
+                        slots = allocate_slots(*args, **kwargs)
             return slots
 
         return allocating

@@ -43,38 +43,41 @@ class Fetches:
 
         The last token is always computed here, for its output. A request fetches once.
         """
-        if (source := _source(request)) is None or request.request_id in self._tried:
+        if _source(request) is None or request.request_id in self._tried:
             return 0
-        most = min(int(source["tokens"]), int(request.num_tokens) - 1)
-        return max(0, most // self._block_size * self._block_size - computed)
+        return max(0, self._end(request) * self._block_size - computed)
 
     def begin(self, request: Request, blocks: list[int], tokens: int) -> Fetching:
         """The request has its blocks. The last `tokens` of what they hold by now are fetched."""
         source = _source(request)
         assert source is not None
-        count = tokens // self._block_size
-        most = min(int(source["tokens"]), int(request.num_tokens) - 1) // self._block_size
-        before, key = most - count, (source["session"], source["epoch"])
-        self._open[request.request_id] = _Open(request, key, before, count)
+        end, asked = self._end(request), tokens // self._block_size
+        before, key = end - asked, (source["session"], source["epoch"])
+        self._open[request.request_id] = _Open(request, key, before, asked)
         self._tried.add(request.request_id)
-        hashes = [bytes(name) for name in request.block_hashes[before:most]]
-        return Fetching(key, request.request_id, source["peers"], blocks[before:most], hashes, source["timeout_s"])
+        hashes = [bytes(name) for name in request.block_hashes[before:end]]
+        return Fetching(key, request.request_id, source["peers"], blocks[before:end], hashes, source["timeout_s"])
 
-    def is_open(self, request: Request) -> bool:
-        """Whether peers may still write the request's blocks."""
-        return request.request_id in self._open
+    def _end(self, request: Request) -> int:
+        """The number of the prompt's leading blocks that the source is to have written in the end."""
+        source = _source(request)
+        assert source is not None
+        return min(int(source["tokens"]), int(request.num_tokens) - 1) // self._block_size
 
     def end(self, request: Request) -> Key | None:
-        """The request is over. The key of its fetch, if it is to be cancelled."""
+        """The request is over. The key of its fetch, where peers may still write its blocks."""
         self._tried.discard(request.request_id)
         fetch = self._open.get(request.request_id)
         return fetch.key if fetch else None
 
-    def take(self, brought: Mapping[str, int], ended: Iterable[str]) -> None:
-        """`brought`: blocks that came, by request, of some worker. `ended`: the requests of which all workers know."""
-        for request_id, blocks in brought.items():
-            self._brought[request_id] = min(blocks, self._brought.get(request_id, blocks))
-        for request_id in ended:
+    def brought(self, blocks: Mapping[str, int]) -> None:
+        """Some worker of this replica has got so many blocks, by request. What counts is what all of them have."""
+        for request_id, count in blocks.items():
+            self._brought[request_id] = min(count, self._brought.get(request_id, count))
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """All workers have told of these requests. One that lacks blocks goes on from those before."""
+        for request_id in request_ids:
             fetch, blocks = self._open.pop(request_id, None), self._brought.pop(request_id, 0)
             if fetch is not None and blocks < fetch.asked and not fetch.request.is_finished():
                 fetch.request.num_computed_tokens = (fetch.before + blocks) * self._block_size

@@ -38,8 +38,8 @@ ABORTED = "the request was aborted"
 # The longest that a prefill waits for decode's offer. A decode engine in a long step offers late; the prefill then
 # begins without the offer, and the layers computed until then are written once it has come.
 OFFER_WAIT_S = 0.25
-# The longest that a request that needs blocks waits until fetches have let go of them.
-RECALL_WAIT_S = 5.0
+# The longest that a step waits until fetches have let go of blocks that a request needs.
+RECALL_WAIT_S = 0.05
 # The longest idle sleep. It has an end because nothing tells that a grammar has been compiled.
 IDLE_SLEEP_S = 0.05
 # The same with several workers: their channels are in other processes, so nothing tells of news.
@@ -71,6 +71,7 @@ class SchedulerSide:
         self._clock = StepClock()
         self._answered = AnsweredRequests()
         self._fetches = Fetches(block_size)
+        self._lent: CachedBlocks | None = None
         self._pending = StepMetadata()
         self._prefills: dict[str, Request] = {}
         self._offer_due: dict[str, float] = {}
@@ -83,13 +84,9 @@ class SchedulerSide:
         self._manager = manager
         take_ascending(manager.block_pool)
         self._partial_blocks = PartialBlocks(manager)
-        self._cached_blocks = CachedBlocks(manager, self._recall)
-        if (channel := self._channel()) is not None:
-            channel.lend(self._cached_blocks)
-
-    def _recall(self) -> bool:
-        channel = self._channel()
-        return channel is not None and channel.recall(RECALL_WAIT_S)
+        if (channel := self._channel()) is not None:  # only then can it borrow between steps
+            self._lent = CachedBlocks(manager, lambda: channel.recall(RECALL_WAIT_S))
+            channel.lend(self._lent)
 
     def begin(self, request: Request) -> None:
         """A request has come to the engine."""
@@ -140,7 +137,8 @@ class SchedulerSide:
     def metadata(self, scheduled: SchedulerOutput) -> StepMetadata:
         """What the workers must know of the step that was just scheduled. Sleeps when there is nothing to compute."""
         self._clock.begin(scheduled, time.monotonic())
-        self._cached_blocks.begin_step()
+        if self._lent is not None:
+            self._lent.begin_step()
         metadata, self._pending = self._pending, StepMetadata()
         for request_id in scheduled.preempted_req_ids or ():
             if request := self._prefills.get(request_id):
@@ -175,7 +173,8 @@ class SchedulerSide:
 
     def step_report(self) -> Any:
         """What the step that just ended was."""
-        self._cached_blocks.end_step()
+        if self._lent is not None:
+            self._lent.end_step()
         return self._clock.end(time.monotonic())
 
     def finished(self, request: Request) -> bool:
@@ -183,14 +182,13 @@ class SchedulerSide:
         if request.status is RequestStatus.FINISHED_ABORTED and _has_sampled(request):
             self._partial_blocks.keep(request)  # a session that moves comes back here, to be handed over
         part = part_of(request)
-        is_fetching = self._fetches.is_open(request)
         if (fetch := self._fetches.end(request)) is not None:
-            self._pending.fetch_cancels.append((fetch, ABORTED))
+            self._pending.cancels.append((fetch, ABORTED))
         if part is None:
             return False
         if part.role == "prefill":
-            self._prefill_finished(request, part, None if is_fetching else request.request_id)
-            return not is_fetching  # vLLM then waits for the fetch's end, and for no more
+            self._prefill_finished(request, part, None if fetch else request.request_id)
+            return fetch is None  # vLLM waits for the end of a fetch, and for no more then
         if request.request_id not in self._offered:
             self._pending.unoffered.append((part.key, part.peers))
         elif self._awaiting.pop(request.request_id, None) is not None:
@@ -215,8 +213,8 @@ class SchedulerSide:
             self._first_tokens |= {rid: token for rid, token in metadata.tokens.items() if rid in self._awaiting}
             if metadata.decodes is not None:
                 self._tokens.keep(metadata.decodes)
-        fetched = metadata.fetched if isinstance(metadata, WorkerMetadata) else {}
-        self._fetches.take(fetched, output.finished_recving or ())
+            self._fetches.brought(metadata.fetched)
+        self._fetches.ended(output.finished_recving or ())
         for request_id in output.finished_recving or ():
             token = self._first_tokens.pop(request_id, None)
             request = self._awaiting.pop(request_id, None)

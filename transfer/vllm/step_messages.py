@@ -38,8 +38,8 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler side to the workers.
 
     `ended`: key, request id (None: vLLM does not wait for its blocks), whether the whole prompt was computed, and the
-    number of decode's workers. `cancels`: key and reason. `fetch_cancels`: likewise, of fetches. `unoffered`: requests
-    that ended before their blocks were offered: key and prefill's workers.
+    number of decode's workers. `cancels`: key and reason, of handoffs to this replica and of its fetches. `unoffered`:
+    requests that ended before their blocks were offered: key and prefill's workers.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -49,11 +49,10 @@ class StepMetadata(KVConnectorMetadata):
     unoffered: list[tuple[Key, list[str]]] = field(default_factory=list)
     preempted: list[Key] = field(default_factory=list)
     fetches: list[Fetching] = field(default_factory=list)
-    fetch_cancels: list[tuple[Key, str]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         handoffs = self.chunks or self.ended or self.offers or self.cancels or self.unoffered or self.preempted
-        return bool(handoffs or self.fetches or self.fetch_cancels)
+        return bool(handoffs or self.fetches)
 
 
 @dataclass(slots=True)

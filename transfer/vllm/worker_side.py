@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from transfer.channel.channel import Channel
-from transfer.channel.outbox import Key, Results
+from transfer.channel.outbox import Results
 from transfer.channel.pacing import Limits
 from transfer.channel.trace import tracer
 from transfer.control.messages import Seal
@@ -87,10 +87,7 @@ class WorkerSide:
         for offer in metadata.offers:
             channel.offer(offer.key, offer.request_id, offer.peers, offer.first_block, offer.blocks, carries_token)
         for fetch in metadata.fetches:
-            name = _of_this_rank(fetch.key)
-            channel.fetch(name, fetch.request_id, fetch.peers, fetch.blocks, fetch.hashes, fetch.timeout_s)
-        for key, reason in metadata.fetch_cancels:
-            channel.cancel(_of_this_rank(key), reason)
+            channel.fetch(fetch.key, fetch.request_id, fetch.peers, fetch.blocks, fetch.hashes, fetch.timeout_s)
         for key, reason in metadata.cancels:
             channel.cancel(key, reason)
         for key, peers in metadata.unoffered:
@@ -129,11 +126,6 @@ class WorkerSide:
         """Close the channel."""
         if self._channel is not None:
             self._channel.close()
-
-
-def _of_this_rank(key: Key) -> Key:
-    """A fetch's key on the wire: each worker fetches by itself, also from the same worker."""
-    return f"{key[0]}~{_rank()}", key[1]
 
 
 def _rank() -> int:

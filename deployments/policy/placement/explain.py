@@ -38,6 +38,7 @@ def decision_of(decision: Decision) -> dict[str, Any]:
         "decode": placement.decode.replica_id if placement.decode else None,
         "reserved_blocks": placement.reserved_blocks,
         "cached_tokens": placement.cached_tokens,
+        **({"fetch": {**asdict(fetch), "source": fetch.source.replica_id}} if (fetch := placement.fetch) else {}),
         "forecast": asdict(placement.forecast),
     }
 

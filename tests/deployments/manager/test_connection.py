@@ -34,12 +34,14 @@ from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
     CacheChange,
+    FetchPlan,
     Finished,
     ManagerView,
     Mode,
     Occupancy,
     Peers,
     Phase,
+    Placement,
     Quota,
     Reject,
     ReplicaInfo,
@@ -458,10 +460,14 @@ def test_calls_come_out_as_they_went_in(call: Call[Any]) -> None:
         assert isinstance(snapshot.phase, Phase)
 
 
+FETCHES = Placement("s", 2, Mode.DECODE_LOCAL, "short", INFO, None, 3, 1.0, 9.0, fetch=FetchPlan(INFO, 32, 0.5, 0.25))
+
+
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
         (Open(REQUEST), Reject("why", 0.5, True, "queue_full")),
+        (Open(REQUEST), Admit(FETCHES)),
         (Report(SNAPSHOT), ReportAnswer(Peers(9, (("tcp://h:1", "tcp://h:2"),)), True, True, ("s",))),
         (View(), ManagerView("life", (Occupancy(INFO, 2, Reservation(4, 3, 40, 32, 0.5)),))),
         (Silent(("a", "b")), ("b",)),

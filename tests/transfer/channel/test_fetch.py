@@ -178,16 +178,78 @@ def test_a_fetch_that_cannot_be_is_refused(prefill: Any, peer: Peer, message: Fe
     assert shelf.gave_back == 0
 
 
-def test_a_fetch_that_is_repeated_is_refused(prefill: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks may belong to another request by then."""
+def test_a_fetch_that_is_repeated_does_not_end_the_first(
+    prefill: Any, peer: Peer, make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer would free the blocks that the first still writes."""
     shelf = Shelf(*HELD)
     prefill.channel.lend(shelf)
     hold_writes(prefill, monkeypatch)
     assert peer.ask(ask_for([1], [name(5)])) == Found(*FETCH, 1)
-    assert isinstance(peer.ask(ask_for([2], [name(6)])), Failed)
-    assert isinstance(peer.ask(Cancel(*FETCH, 0, "aborted")), Failed)
+    peer.say(ask_for([2], [name(6)]))
+    other = make_peer()
+    other.ask(other.hello)
+    assert isinstance(other.ask(ask_for([1], [name(5)])), Failed), "of another worker, to which nothing is written"
+    assert isinstance(peer.ask(Cancel(*FETCH, 0, "aborted")), Failed), "the next answer is that to the cancel"
     assert isinstance(peer.ask(ask_for([1], [name(5)])), Failed)
+    assert shelf.is_whole
     assert shelf.gave_back == 1
+
+
+def test_a_fetch_does_not_touch_a_handoff_of_its_name(prefill: Any, peer: Peer) -> None:
+    shelf = Shelf(*HELD)
+    prefill.channel.lend(shelf)
+    prefill.save(FETCH, "p", 4, 8, [7, 8])
+    assert isinstance(peer.ask(ask_for([1], [name(5)])), Failed)
+    prefill.channel.ended(FETCH, "p", False)
+    peer.say(Cancel(*FETCH, 0, "aborted"))
+    assert prefill.wait("released", "p")
+
+
+@pytest.mark.parametrize("has", [1, 3])
+def test_each_worker_fetches_its_heads(make_side: Callable[..., Any], has: int) -> None:
+    """Two workers of one replica fetch under one key from the two of another."""
+    sources = [make_side(f"source {rank}", rank=rank, workers=2, total_heads=2) for rank in range(2)]
+    targets = [make_side(f"target {rank}", rank=rank, workers=2, total_heads=2) for rank in range(2)]
+    shelves = [Shelf(*HELD[:has]) for _ in sources]
+    for number, (source, shelf) in enumerate(zip(sources, shelves, strict=True)):
+        source.memory[:, :, HELD] = number + 1
+        source.channel.lend(shelf)
+    names, addresses = [name(block) for block in HELD], [source.channel.address for source in sources]
+    for target in targets:
+        target.channel.fetch(FETCH, "r", addresses, TARGET, names, 60.0)
+    for number, target in enumerate(targets):
+        assert target.wait("fetched", "r") == has
+        assert (target.memory[:, :, TARGET[:has]] == number + 1).all()
+    for source, shelf in zip(sources, shelves, strict=True):
+        source.wait_idle()
+        assert shelf.is_whole
+
+
+@pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
+def test_replicas_of_unlike_tensor_parallelism_fetch_from_each_other(
+    make_side: Callable[..., Any], workers: tuple[int, int]
+) -> None:
+    sources, targets = (
+        [make_side(f"{kind} {rank}", rank=rank, workers=count, total_heads=2) for rank in range(count)]
+        for kind, count in zip(("source", "target"), workers, strict=True)
+    )
+    shelves = [Shelf(*HELD) for _ in sources]
+    draw = np.random.default_rng(1)
+    for source, shelf in zip(sources, shelves, strict=True):
+        source.memory[:] = draw.integers(1, 256, source.memory.shape, dtype=np.uint8)
+        source.channel.lend(shelf)
+    names, addresses = [name(block) for block in HELD], [source.channel.address for source in sources]
+    for target in targets:
+        target.channel.fetch(FETCH, "r", addresses, TARGET, names, 60.0)
+    for target in targets:
+        assert target.wait("fetched", "r") == len(HELD)
+    came = np.concatenate([target.memory[:, :, TARGET] for target in targets], axis=-1)
+    held = np.concatenate([source.memory[:, :, HELD] for source in sources], axis=-1)
+    assert np.array_equal(came, held)
+    for source in sources:
+        source.wait_idle()
+    assert all(shelf.is_whole for shelf in shelves)
 
 
 def test_a_stranger_is_refused(prefill: Any, make_peer: Callable[..., Peer]) -> None:

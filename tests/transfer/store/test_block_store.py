@@ -27,7 +27,7 @@ def put(store: BlockStore, cache: Cache, keys: list[bytes]) -> list[bool]:
 
 
 def got(store: BlockStore, cache: Cache, keys: list[bytes]) -> list[bool]:
-    """Load keys into blocks from 20 on; whatever comes is right, and the rest is untouched."""
+    """Load keys into blocks from 20 on. What is loaded is right, and the other blocks stay as they were."""
     done = store.load(keys, range(20, 20 + len(keys)))
     for block, key, is_loaded in zip(range(20, 20 + len(keys)), keys, done, strict=True):
         assert cache.has(block, key) if is_loaded else not cache.array[:, :, block].any()

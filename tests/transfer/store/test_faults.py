@@ -13,8 +13,8 @@ import pytest
 
 from tests.transfer.store.conftest import BLOCK_BYTES, Cache, blocks_file, index_file, keys_of
 from tests.transfer.store.test_block_store import got, put
-from transfer.store import disk_tier
-from transfer.store.block_file import open_block_file
+from transfer.store import disk_tier, nixl_file
+from transfer.store.block_file import SystemFile, open_block_file
 from transfer.store.block_store import BlockStore
 from transfer.store.ledger import Tier
 from transfer.store.segment import slot_bytes
@@ -187,3 +187,17 @@ def test_without_the_plugin_the_systems_calls_do(make_store: Make, cache: Cache,
     store, keys = make_store(disk=8, use_nixl=True), keys_of("a", 2)
     put(store, cache, keys)
     assert got(store, cache, keys) == [True, True]
+
+
+@pytest.mark.slow
+def test_where_nixl_does_not_end_the_system_reads(make_store: Make, cache: Cache, monkeypatch: Any) -> None:
+    store, keys = make_store(disk=8, use_nixl=True), keys_of("a", 4)
+    put(store, cache, keys)
+    assert store._disk is not None
+    hangs: Any = store._disk._file
+    monkeypatch.setattr(nixl_file, "LONGEST_S", 0.0)
+    monkeypatch.setattr(hangs._agent, "transfer", lambda handle: "PROC")
+    monkeypatch.setattr(hangs._agent, "check_xfer_state", lambda handle: "PROC")
+    assert got(store, cache, keys) == [True] * 4
+    assert isinstance(store._disk._file, SystemFile)
+    assert store.counters()["disk_errors"] == 1

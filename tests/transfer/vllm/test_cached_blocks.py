@@ -29,7 +29,7 @@ class Cache:
         config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], group)])
         self.manager = KVCacheManager(config, 512, SIZE, SIZE)
         self.pool = self.manager.block_pool
-        self.cached = CachedBlocks(self.manager)
+        self.cached = CachedBlocks(self.manager, lambda: False)
 
     def request(self, name: str, tokens: list[int], **fields: Any) -> Request:
         return Request(name, tokens, SamplingParams(max_tokens=100), None, block_hasher=self._hasher, **fields)
@@ -129,6 +129,23 @@ def test_a_request_that_needs_the_blocks_gets_them() -> None:
     assert recalls == [lent]
     assert not cache.schedule(cache.request("c", tokens(SIZE, seed=2)))
     assert len(recalls) == 1, "nothing is borrowed any more"
+
+
+def test_a_recall_that_comes_to_nothing_is_not_waited_for_again() -> None:
+    cache = Cache()
+    cache.run("a", tokens(4 * SIZE))
+    lent, recalls = cache.cached.borrow(cache.names(tokens(4 * SIZE))), []
+
+    def recall() -> bool:
+        recalls.append(lent)
+        return False
+
+    cache.cached.recall = recall
+    asks = cache.request("b", tokens((BLOCKS - 1) * SIZE, seed=1))
+    assert [cache.schedule(asks) for _ in range(3)] == [False] * 3
+    assert len(recalls) == 1
+    cache.cached.give_back(lent)
+    assert cache.schedule(asks)
 
 
 def test_borrowing_beside_a_busy_engine_loses_no_block() -> None:

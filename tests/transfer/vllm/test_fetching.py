@@ -58,7 +58,6 @@ def test_the_blocks_after_those_that_are_here_are_fetched() -> None:
     fetching = fetches.begin(asks, [7, 8, 9, 10, 11, 12, 13], 32)
     assert (fetching.key, fetching.peers, fetching.timeout_s) == (("s", 2), ["tcp://a"], 1.5)
     assert (fetching.blocks, fetching.hashes) == ([9, 10], [bytes([2]) * 32, bytes([3]) * 32])
-    assert fetches.is_open(asks)
     assert fetches.missing_tokens(asks, 0) == 0, "a request fetches once"
 
 
@@ -68,9 +67,9 @@ def test_a_request_goes_on_from_what_every_worker_has(brought: list[int], goes_o
     made.fetches.begin(asks, list(range(7)), 32)
     asks.num_computed_tokens = 64
     for blocks in brought:
-        made.fetches.take({"r": blocks}, ())
-    made.fetches.take({}, ["r"])
-    assert not made.fetches.is_open(asks)
+        made.fetches.brought({"r": blocks})
+    made.fetches.ended(["r"])
+    assert made.fetches.end(asks) is None
     assert asks.num_computed_tokens == (goes_on_from or 64)
     assert made.failed_recving_kv_req_ids == (set() if goes_on_from is None else {"r"})
 
@@ -79,6 +78,7 @@ def test_a_request_that_is_over_is_left_alone() -> None:
     made, asks = MadeBy(), request(100, 64, is_over=True)
     made.fetches.begin(asks, list(range(7)), 32)
     assert made.fetches.end(asks) == ("s", 2)
-    made.fetches.take({"r": 0}, ["r"])
+    made.fetches.brought({"r": 0})
+    made.fetches.ended(["r"])
     assert not made.failed_recving_kv_req_ids
     assert made.fetches.end(asks) is None

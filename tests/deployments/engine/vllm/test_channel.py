@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -388,3 +389,39 @@ async def test_a_fetch_that_brings_less_or_is_aborted_harms_nothing(
                 await engines.core.abort_requests_async([cancelled.request_id])
         await engines.all_is_free()
         assert answer.tokens == (await engines.answer(known, max_tokens=6)).tokens
+
+
+async def test_a_source_that_stands_still_holds_up_its_fetches_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two requests that fetch from it, one is aborted meanwhile, and the other one goes on later."""
+    lends = pool().model_copy(update={"max_prompt_tokens": 8})  # and writes none of these answers
+    async with cluster(model, pool(), pool(), lends, fetch=True) as engines:
+        index = engines.manager._allocator.predictors.index
+        await engines.answer(prompt(700), max_tokens=2)  # the engines' steps are known from now on
+        source: Any = engines.replicas[LARGE]._engine
+        processes = source._client.resources.engine_manager.processes
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(index, "hits", lambda hashes: {LARGE: 20})
+                known = prompt(700)
+                waits, aborted = [await engines.ask(each, max_tokens=6) for each in (known, prompt(700))]
+                await until(lambda: fetching(engines, 2))
+            await engines.core.abort_requests_async([aborted.request_id])
+            split = await (await engines.ask(prompt(100), max_tokens=6)).over()
+            assert split.reason is not None, "others are served"
+            assert waits.reason is None
+        finally:
+            for process in processes:
+                os.kill(process.pid, signal.SIGCONT)
+        whole = await engines.answer(known, max_tokens=6, prompt_logprobs=0)
+        assert (await waits.over()).tokens == whole.tokens
+        await until(lambda: fetching(engines, 0))
+        await engines.all_is_free()
+
+
+async def fetching(engines: RealEngines, count: int) -> bool:
+    """Whether prefill has so many fetches open."""
+    return (await engines.replicas[PREFILL].counters())["open_receiving"] == count

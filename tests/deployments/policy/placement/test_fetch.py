@@ -13,6 +13,7 @@ from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import LiveView
 from deployments.messages import Admit, Placement, Role
 from deployments.policy.placement.estimates import Knowledge
+from deployments.policy.placement.explain import decision_of
 from deployments.policy.placement.fetch import FETCH_S, LEAST_TIMEOUT_S
 from deployments.policy.placement.field import Field
 from deployments.policy.placement.joint import Joint
@@ -88,3 +89,11 @@ def test_the_longest_part_counts() -> None:
     fetching = placed(hits, prefill(total=1000), *(decode(name) for name in hits))
     assert fetching.fetch is not None
     assert fetching.fetch.source.replica_id == "d1"
+
+
+def test_explain_names_the_source() -> None:
+    placement = placed({"d0": 200}, prefill(total=1000), decode())
+    told = decision_of(Admit(placement))["fetch"]
+    assert placement.fetch is not None
+    assert (told["source"], told["tokens"], told["saved_s"]) == ("d0", 3200, placement.fetch.saved_s)
+    assert "fetch" not in decision_of(Admit(replace(placement, fetch=None)))

@@ -15,7 +15,7 @@ import httpx
 from tests.e2e.cluster import Cluster
 
 MODEL = "smollm2-135m-instruct"
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 
 
 def body(prompt: list[int] | str, max_tokens: int, **more: Any) -> dict[str, Any]:

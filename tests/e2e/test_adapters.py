@@ -29,15 +29,18 @@ def of(name: str, question: str) -> str:
 async def test_answers_with_adapters_are_split_and_equal_one_plain_engines(
     baton: Cluster, reference: dict[str, list[int]], adapters: dict[str, str]
 ) -> None:
-    """One adapter is of the configuration, the other is loaded now. All three are asked at once, and twice."""
+    """One adapter is of the configuration, the other is loaded now. All three are asked at once, the shortest twice."""
     loaded = NAMES[1]
     async with client_of(baton) as client:
         assert (await complete(client, "hi", 1, model=loaded)).status_code == 404
         assert (await change(client, "load", lora_name=loaded, lora_path=adapters[loaded])).status_code == 200
-        shown = {each["id"]: each["parent"] for each in (await client.get("/v1/models")).json()["data"]}
-        assert shown == {MODEL: None, NAMES[0]: MODEL, loaded: MODEL}
-        asked = [(model, question) for question in TUNED_QUESTIONS for model in (MODEL, *NAMES)] * 2
-        answers = await asyncio.gather(*(complete(client, *questions()[q], model=m) for m, q in asked))
+        try:
+            shown = {each["id"]: each["parent"] for each in (await client.get("/v1/models")).json()["data"]}
+            assert shown == {MODEL: None, NAMES[0]: MODEL, loaded: MODEL}
+            asked = [(model, each) for each in (*TUNED_QUESTIONS, TUNED_QUESTIONS[0]) for model in (MODEL, *NAMES)]
+            answers = await asyncio.gather(*(complete(client, *questions()[q], model=m) for m, q in asked))
+        finally:
+            assert (await change(client, "unload", lora_name=loaded)).status_code == 200
         for (model, question), answer in zip(asked, answers, strict=True):
             assert answer.status_code == 200, answer.text
             assert answer.headers["x-baton-mode"] == "disaggregated"
@@ -45,7 +48,6 @@ async def test_answers_with_adapters_are_split_and_equal_one_plain_engines(
             assert answer.json()["choices"][0]["token_ids"] == reference[of(model, question)], (model, question)
         for question in TUNED_QUESTIONS:
             assert len({tuple(reference[of(model, question)]) for model in (MODEL, *NAMES)}) == 3, "they differ"
-        assert (await change(client, "unload", lora_name=loaded)).status_code == 200
         assert (await complete(client, "hi", 1, model=loaded)).status_code == 404
 
 

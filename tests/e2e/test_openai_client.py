@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.e2e.adapters import NAMES
-from tests.e2e.client import MODEL
+from tests.e2e.client import MODEL, TIMEOUT_S
 from tests.e2e.cluster import Cluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -27,7 +27,7 @@ PARIS: Any = [{"role": "user", "content": "What is the capital of France? Answer
 
 @pytest.fixture
 async def client(baton: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{baton.url}/v1", api_key="none", timeout=240, max_retries=0) as made:
+    async with openai.AsyncOpenAI(base_url=f"{baton.url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0) as made:
         yield made
 
 
@@ -111,7 +111,7 @@ async def test_a_named_tool_is_called(client: openai.AsyncOpenAI) -> None:
 
 
 async def finished(client: openai.AsyncOpenAI, response_id: str) -> Any:
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(TIMEOUT_S):
         while (found := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0.1)
     return found

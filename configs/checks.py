@@ -94,6 +94,7 @@ def _check_engines(config: BatonConfig) -> None:
     vllm = {name: engine for name, engine in engines.items() if engine.kind == "vllm"}
     for name, engine in vllm.items():
         _check_vllm(name, engine, config.model.max_model_len)
+        _check_tiers(name, engine, config.channel.kind)
     if config.channel.kind == "vllm" and vllm.keys() != engines.keys():
         raise ValueError("channel.kind vllm is vLLM's own connector: every pool's engine.kind must be vllm, not mock")
     dtypes = {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()}
@@ -101,6 +102,19 @@ def _check_engines(config: BatonConfig) -> None:
         raise ValueError(
             f"engine.engine_args.kv_cache_dtype must be the same in every pool to exchange KV, not {dtypes}"
         )
+
+
+def _check_tiers(name: str, engine: VllmEngineConfig, channel: str) -> None:
+    """Check that an engine can have the KV tiers that it is given."""
+    if not engine.host_kv_bytes and engine.disk_kv is None:
+        return
+    if channel != "nixl":
+        raise ValueError(f"{name}: host_kv_bytes and disk_kv need channel.kind nixl, not {channel}")
+    if engine.tensor_parallel_size > 1:
+        raise ValueError(f"{name}: host_kv_bytes and disk_kv are for engines of one worker: tensor_parallel_size 1")
+    algorithm = engine.engine_args.get("prefix_caching_hash_algo", "sha256")
+    if not str(algorithm).startswith("sha256"):
+        raise ValueError(f"{name}: host_kv_bytes and disk_kv name blocks by sha256, not by {algorithm}")
 
 
 def _check_classes(config: BatonConfig) -> None:

@@ -23,6 +23,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.PoolConfig: "`prefill` and each entry of `decode`",
     schema.ResourcesConfig: "`resources`",
     schema.VllmEngineConfig: "`engine` of kind `vllm`",
+    schema.DiskKVConfig: "`engine.disk_kv`",
     schema.MockEngineConfig: "`engine` of kind `mock`",
     schema.ChannelConfig: "`channel`",
     schema.PacingConfig: "`channel.pacing`",

@@ -43,6 +43,15 @@ class ModelConfig(Section):
     """The folder of converted checkpoints; null: `.cache/models` of the repository."""
 
 
+class DiskKVConfig(Section):
+    """A disk tier: KV blocks in files that outlive the engine and its process."""
+
+    path: str
+    """A folder on a local disk, one for each model. Every replica on the node has a file of its own in it."""
+    bytes: int = Field(gt=0)
+    """The size of one replica's file, which is allocated at its start."""
+
+
 class VllmEngineConfig(Section):
     """A vLLM V1 engine core. Anything not named here goes into `engine_args`."""
 
@@ -52,6 +61,10 @@ class VllmEngineConfig(Section):
     """Tokens per KV block: a power of two."""
     kv_cache_memory_bytes: int | None = Field(None, gt=0)
     """KV memory per worker; null: vLLM decides by `gpu_memory_utilization`."""
+    host_kv_bytes: int = Field(0, ge=0)
+    """Main memory of a replica for KV blocks that were used before, beside the engine's own memory; 0: none."""
+    disk_kv: DiskKVConfig | None = None
+    """Space on the node's disk for the same, below main memory; null: none."""
     max_model_len: int | None = Field(None, gt=0)
     """Prompt plus answer that this pool takes; null: the model's."""
     max_num_seqs: int = Field(16, gt=0)

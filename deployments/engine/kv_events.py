@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,8 +26,15 @@ HIGH_WATER_MARK = 100_000
 BlockName = int | bytes
 
 
+GPU = "GPU"
+"""What vLLM calls an engine's own memory, on CPU, too."""
+
+
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that follow `parent_block_hash` were cached; `token_ids`: of all of them, one after the other."""
+    """Blocks that follow `parent_block_hash` were cached; `token_ids`: of all of them, one after the other.
+
+    `medium`: where they are; None: in the engine's memory. Of a tier only names are told, and no tokens.
+    """
 
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None
@@ -35,6 +43,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
+    medium: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
@@ -42,6 +51,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
     block_hashes: list[BlockName]
     group_idx: int | None = None
+    medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
@@ -61,31 +71,64 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 class Translator:
     """Keeps a CacheLog by vLLM's events.
 
-    vLLM may hold several copies of a block under one name, and reports each; they count as one. Blocks that depend on
-    more than tokens, an adapter and a cache salt (images) are left out, and so are the blocks that follow them: the
-    cluster core does not hash them either. Of a model with several kinds of KV cache only the first kind counts.
+    vLLM may hold several copies of a block under one name, and reports each; they count as one. A block is cached while
+    the engine's memory or a tier has it. Blocks that depend on more than tokens, an adapter and a cache salt (images)
+    are left out, and so are the blocks that follow them: the cluster core does not hash them either. Of a model with
+    several kinds of KV cache only the first kind counts.
     """
 
     def __init__(self, block_size: int, log: CacheLog) -> None:
         self._block_size, self._log = block_size, log
         self._hashes: dict[BlockName, int] = {}
         self._copies: dict[BlockName, int] = {}
+        self._tiers: dict[BlockName, set[str]] = {}  # also of names whose tokens are not known yet
+
+    def take_all(self, events: Sequence[Event]) -> None:
+        """Enter the events of one step. What came into a tier goes first: a block may have left memory since then."""
+        for event in sorted(events, key=lambda event: not (isinstance(event, BlockStored) and _tier(event))):
+            self.take(event)
 
     def take(self, event: Event) -> None:
         """Enter one event."""
         match event:
+            case BlockStored() if tier := _tier(event):
+                for name in event.block_hashes:
+                    self._tiers.setdefault(name, set()).add(tier)
             case BlockStored():
                 self._stored(event)
+            case BlockRemoved() if tier := _tier(event):
+                for name in event.block_hashes:
+                    self._left_tier(name, tier)
             case BlockRemoved():
                 self._removed(event)
             case _:
-                self.clear()
+                self._reset()
 
     def clear(self) -> None:
         """Nothing is known of the cache."""
         self._hashes.clear()
         self._copies.clear()
+        self._tiers.clear()
         self._log.clear()
+
+    def _reset(self) -> None:
+        """The engine's memory has no blocks; tiers keep theirs."""
+        self._copies.clear()
+        self._hashes = {name: chained for name, chained in self._hashes.items() if name in self._tiers}
+        self._log.clear()
+        self._log.stored(self._hashes.values())
+
+    def _left_tier(self, name: BlockName, tier: str) -> None:
+        tiers = self._tiers.get(name, set())
+        tiers.discard(tier)
+        if not tiers:
+            self._tiers.pop(name, None)
+            self._forget(name)
+
+    def _forget(self, name: BlockName) -> None:
+        """A name whose block may be cached nowhere any more."""
+        if name in self._hashes and name not in self._copies and name not in self._tiers:
+            self._log.removed([self._hashes.pop(name)])
 
     def _stored(self, event: BlockStored) -> None:
         names = event.block_hashes
@@ -108,12 +151,17 @@ class Translator:
         if event.group_idx:
             return
         for name in event.block_hashes:
-            if name not in self._hashes:
+            if name not in self._copies:
                 continue
             self._copies[name] -= 1
             if not self._copies[name]:
                 del self._copies[name]
-                self._log.removed([self._hashes.pop(name)])
+                self._forget(name)
+
+
+def _tier(event: BlockStored | BlockRemoved) -> str | None:
+    """The tier that an event is of; None: the engine's own memory."""
+    return event.medium if event.medium != GPU else None
 
 
 def _salt(event: BlockStored) -> str | None:
@@ -177,8 +225,7 @@ class KVEvents:
             logger.warning("a message of the KV cache cannot be read: %r", error)
             self._translator.clear()
             return
-        for event in batch.events:
-            self._translator.take(event)
+        self._translator.take_all(batch.events)
 
     def close(self) -> None:
         """Close the socket; idempotent."""

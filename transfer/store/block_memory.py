@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,45 @@ class BlockMemory(Protocol):
 
     def unpin(self, buffer: memoryview) -> None:
         """Undo `pin`, before the buffer is freed."""
+
+
+class Lender(Protocol):
+    """Has blocks in the memory that it may take back to use for something else."""
+
+    def borrow(self, keys: Sequence[bytes]) -> Sequence[int]:
+        """The blocks of the leading keys that it has. They stay what they are until they are given back."""
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Blocks that were borrowed together are not read any more."""
+
+
+Gather = Callable[[Sequence[bytes], Sequence[memoryview]], int]
+"""Copies the blocks of the keys into the buffers. Returns how many: all, or the leading ones."""
+
+
+def gather_owned(memory: BlockMemory, owned: Mapping[bytes, int]) -> Gather:
+    """`owned`: the caller's blocks by their keys. All are copied."""
+
+    def gather(keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        memory.gather([owned[key] for key in keys], into)
+        return len(keys)
+
+    return gather
+
+
+def gather_lent(memory: BlockMemory, lender: Lender) -> Gather:
+    """The blocks that `lender` still has are copied. They are lent for no longer than that takes."""
+
+    def gather(keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        blocks = lender.borrow(keys)
+        try:
+            if blocks:
+                memory.gather(blocks, into[: len(blocks)])
+        finally:
+            lender.give_back(blocks)
+        return len(blocks)
+
+    return gather
 
 
 def address_of(buffer: memoryview) -> int:

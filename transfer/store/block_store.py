@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from transfer.store.admission import FrequencySketch
-from transfer.store.block_memory import BlockMemory
+from transfer.store.block_memory import BlockMemory, Gather, Lender, gather_lent, gather_owned
 from transfer.store.config import StoreConfig
 from transfer.store.digest import digest_of
 from transfer.store.disk_tier import STAGED_BLOCKS, DiskTier
@@ -56,13 +56,20 @@ class BlockStore:
         Returns for each whether a tier has it now. The first that is not admitted ends it: what comes after it would
         be of no use. This is one use of each block up to there. Raises ValueError for lists of unequal length.
         """
+        owned = dict(zip([ref.key for ref in refs], blocks, strict=True))
+        return self._store(refs, gather_owned(self._memory, owned))
+
+    def store_lent(self, refs: Sequence[BlockRef], lender: Lender) -> list[bool]:
+        """The same for blocks that `lender` has in the memory, or has no more. It lends them while they are copied."""
+        return self._store(refs, gather_lent(self._memory, lender))
+
+    def _store(self, refs: Sequence[BlockRef], gather: Gather) -> list[bool]:
         begun, done = time.monotonic(), list[bool]()
-        pairs = list(zip(refs, blocks, strict=True))
-        for begin in range(0, len(pairs), STAGED_BLOCKS):
-            done += self._store_some(pairs[begin : begin + STAGED_BLOCKS])
+        for begin in range(0, len(refs), STAGED_BLOCKS):
+            done += self._store_some(refs[begin : begin + STAGED_BLOCKS], gather)
             if not done[-1]:
                 break
-        done += [False] * (len(pairs) - len(done))
+        done += [False] * (len(refs) - len(done))
         self._ledger.count("not_admitted", done.count(False))
         self._ledger.count("store_s", time.monotonic() - begun)
         return done
@@ -144,53 +151,53 @@ class BlockStore:
             self._disk.close()
         self._host.close()
 
-    def _store_some(self, pairs: Sequence[tuple[BlockRef, int]]) -> list[bool]:
+    def _store_some(self, refs: Sequence[BlockRef], gather: Gather) -> list[bool]:
         """At most `STAGED_BLOCKS` blocks: those that the host tier admits into it, the others to the disk."""
-        claimed, victims, spilled = list[tuple[BlockRef, int, int]](), list[Held](), list[tuple[BlockRef, int]]()
-        self.touch([ref.key for ref, _ in pairs])
-        for ref, block in {ref.key: (ref, block) for ref, block in pairs}.values():
+        claimed, victims, spilled = list[tuple[BlockRef, int]](), list[Held](), list[BlockRef]()
+        self.touch([ref.key for ref in refs])
+        for ref in {ref.key: ref for ref in refs}.values():
             if ref.key in self._host:
                 continue
             slot, victim = self._host.claim(ref)
             victims += [victim] if victim else []
             if slot is not None:
-                claimed.append((ref, block, slot))
+                claimed.append((ref, slot))
             else:
-                spilled.append((ref, block))
+                spilled.append(ref)
         self._bring_down(victims)
-        self._fill_host(claimed)
-        self._spill(spilled)
-        return [found is not None for found in self.lookup([ref.key for ref, _ in pairs])]
+        self._fill_host(claimed, gather)
+        self._spill(spilled, gather)
+        return [found is not None for found in self.lookup([ref.key for ref in refs])]
 
     def _bring_down(self, held: Sequence[Held]) -> None:
         """Write blocks that are in slots of the host tier to the disk, where they are admitted there."""
         if self._disk and held:
             self._disk.put([(one.ref, one.digest, self._host.view(one.slot)) for one in held])
 
-    def _fill_host(self, claimed: Sequence[tuple[BlockRef, int, int]]) -> None:
-        views = [self._host.view(slot) for _, _, slot in claimed]
+    def _fill_host(self, claimed: Sequence[tuple[BlockRef, int]], gather: Gather) -> None:
+        filled = 0
+        views = [self._host.view(slot) for _, slot in claimed]
         try:
-            self._gather([block for _, block, _ in claimed], views)
-        except BaseException:
-            for _, _, slot in claimed:
+            filled = self._gather([ref for ref, _ in claimed], views, gather)
+        finally:
+            for _, slot in claimed[filled:]:
                 self._host.release(slot)
-            raise
-        for (ref, _, slot), view in zip(claimed, views, strict=True):
+        for (ref, slot), view in zip(claimed[:filled], views, strict=False):
             self._host.fill(ref, slot, digest_of(view))
 
-    def _spill(self, spilled: Sequence[tuple[BlockRef, int]]) -> None:
+    def _spill(self, spilled: Sequence[BlockRef], gather: Gather) -> None:
         """Store blocks that the host tier did not admit on the disk."""
-        new = [(ref, block) for ref, block in spilled if self._disk and ref.key not in self._disk]
+        new = [ref for ref in spilled if self._disk and ref.key not in self._disk]
         if not new or not self._disk:
             return
         views = [self._disk.staging.view(place) for place in range(len(new))]
-        self._gather([block for _, block in new], views)
-        self._disk.put([(ref, digest_of(view), view) for (ref, _), view in zip(new, views, strict=True)])
+        count = self._gather(new, views, gather)
+        self._disk.put([(ref, digest_of(view), view) for ref, view in zip(new[:count], views, strict=False)])
 
-    def _gather(self, blocks: Sequence[int], views: Sequence[memoryview]) -> None:
-        if blocks:
-            self._memory.gather(blocks, views)
-            self._ledger.count("stored_bytes", len(blocks) * self._memory.block_bytes)
+    def _gather(self, refs: Sequence[BlockRef], views: Sequence[memoryview], gather: Gather) -> int:
+        count = gather([ref.key for ref in refs], views) if refs else 0
+        self._ledger.count("stored_bytes", count * self._memory.block_bytes)
+        return count
 
     def _load_from_host(self, pairs: Sequence[tuple[bytes, int]]) -> list[bool]:
         views = [self._host.read(key) for key, _ in pairs]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from transfer.store.block_memory import Lender
 from transfer.store.block_store import BlockStore
 from transfer.store.ledger import Changes, Tier
 from transfer.store.refs import BlockRef, StoreError
@@ -36,6 +37,7 @@ class StoreResults:
 class _Kind(Enum):
     LOAD = "load"
     STORE = "store"
+    STORE_LENT = "store lent"
     DELETE = "delete"
     TOUCH = "touch"
     PROMOTE = "promote"
@@ -48,6 +50,7 @@ class _Job:
     blocks: Sequence[int] = ()
     refs: Sequence[BlockRef] = ()
     job_id: str = ""
+    lender: Lender | None = None
 
 
 class StoreWorker:
@@ -75,6 +78,13 @@ class StoreWorker:
     def store(self, job_id: str, refs: Sequence[BlockRef], blocks: Sequence[int]) -> bool:
         """Store `blocks` as the consecutive blocks `refs` of a prompt. `job_id`: of this job alone."""
         return self._queue(_Job(_Kind.STORE, blocks=blocks, refs=refs, job_id=job_id))
+
+    def store_lent(self, refs: Sequence[BlockRef], lender: Lender) -> bool:
+        """Store the consecutive blocks `refs` of a prompt, as far as `lender` has them when their turn comes.
+
+        They are borrowed a few at a time, only while they are copied. There is no result.
+        """
+        return self._queue(_Job(_Kind.STORE_LENT, refs=refs, lender=lender))
 
     def load(self, job_id: str, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
         """Load blocks by their keys into `blocks`. `job_id`: of this job alone."""
@@ -168,6 +178,9 @@ class StoreWorker:
         match job.kind:
             case _Kind.STORE:
                 return self._store.store(job.refs, job.blocks)
+            case _Kind.STORE_LENT:
+                assert job.lender is not None
+                self._store.store_lent(job.refs, job.lender)
             case _Kind.LOAD:
                 found = zip(job.keys, self._store.lookup(job.keys), strict=True)
                 on_disk = [key for key, tier in found if tier is Tier.DISK]

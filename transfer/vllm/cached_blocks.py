@@ -1,6 +1,6 @@
-"""What other replicas may fetch of this engine's prefix cache.
+"""What other replicas and this replica's tiers may read of this engine's prefix cache.
 
-The channel's thread borrows blocks while the engine's thread schedules, so that no fetch waits for a step. A lock keeps
+Their threads borrow blocks while the engine's thread schedules, so that none of them waits for a step. A lock keeps
 the two apart, around each call of vLLM's that takes blocks or gives them back. A borrowed block has one more reference,
 as one that a request uses: vLLM neither evicts nor overwrites it.
 
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 class CachedBlocks:
-    """A `transfer.channel.library.Library`. `recall`: ends all fetches; False when writes still read blocks."""
+    """A `transfer.channel.library.Library`, and a `transfer.store.block_memory.Lender`.
 
-    def __init__(self, manager: KVCacheManager, recall: Callable[[], bool]) -> None:
-        self._pool, self._lock, self.recall = manager.block_pool, threading.RLock(), recall
+    `recall`: ends all fetches; False when writes still read blocks. `wait_s`: the longest wait for what tiers read.
+    """
+
+    def __init__(self, manager: KVCacheManager, recall: Callable[[], bool], wait_s: float) -> None:
+        self._pool, self._lock, self.recall = manager.block_pool, threading.Condition(threading.RLock()), recall
+        self._wait_s = wait_s
         self._borrowed, self._recalled = 0, False
         self._named: set[int] = set()
         self._steps: deque[set[int]] = deque()
@@ -64,6 +68,7 @@ class CachedBlocks:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
             self._borrowed -= len(blocks)
             self._recalled = False
+            self._lock.notify_all()
 
     def _is_open(self, block: int) -> bool:
         return block in self._named or any(block in step for step in self._steps)
@@ -103,8 +108,9 @@ class CachedBlocks:
                 slots = allocate_slots(*args, **kwargs)
             if slots is None and self._borrowed and not self._recalled:
                 self._recalled = True
-                if self.recall():
-                    with self._lock:
+                is_over = self.recall()
+                with self._lock:
+                    if is_over and self._lock.wait_for(lambda: not self._borrowed, self._wait_s):
                         slots = allocate_slots(*args, **kwargs)
             return slots
 

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from transfer.channel.channel import Channel
 from transfer.channel.handoff_log import Span
 from transfer.vllm import logs
 from transfer.vllm.faults import note_fault
@@ -28,6 +27,7 @@ from transfer.vllm.worker_side import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -50,7 +50,7 @@ class BatonConnector(KVConnectorBase_V1):
         extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
         if role is KVConnectorRole.SCHEDULER:
             block_size: int = vllm_config.cache_config.block_size
-            self._scheduler_side = SchedulerSide(extra["secret"], block_size, _channel_of_this_process)
+            self._scheduler_side = SchedulerSide(extra["secret"], block_size, _worker_of_this_process)
         else:
             self._worker_side = WorkerSide(vllm_config, extra)
 
@@ -85,6 +85,9 @@ class BatonConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_side.take(connector_output)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return list(self._scheduler_side.events())
 
     # ---- worker side
 
@@ -154,8 +157,8 @@ class WorkerExtension:
             side.channel.meet(peers)
 
     def baton_counters(self) -> dict[str, float]:
-        """The counters of this worker's channel."""
-        return _connector().worker_side.channel.counters()
+        """The counters of this worker's channel and tiers."""
+        return _connector().worker_side.counters()
 
     def baton_spans(self, sessions: list[str]) -> tuple[float, dict[str, list[Span]]]:
         """This worker's clock, and what its channel did for each of these sessions."""
@@ -168,6 +171,6 @@ def _connector() -> BatonConnector:
     return connector
 
 
-def _channel_of_this_process() -> Channel | None:
-    """The worker's channel, when worker and scheduler share a process."""
-    return _connector().worker_side.channel if has_kv_transfer_group() else None
+def _worker_of_this_process() -> WorkerSide | None:
+    """The worker's side, when worker and scheduler share a process."""
+    return _connector().worker_side if has_kv_transfer_group() else None

@@ -1,8 +1,10 @@
-"""The scheduler's side of a request that fetches the first part of its prompt from another replica's cache.
+"""The scheduler's side of a request that gets KV for the first part of its prompt instead of computing it.
 
-Such a request has `kv_transfer_params["baton_fetch"]`: `session` and `epoch`, `peers` (the control addresses of the
-source's workers, by rank), `tokens` (how many of the prompt's to fetch, from its beginning) and `timeout_s`. vLLM holds
-the request until its blocks are written. What has not come by then is computed here.
+It comes from one of two places. A request fetches from another replica's cache where `kv_transfer_params` has
+`baton_fetch`: `session` and `epoch`, `peers` (the control addresses of the source's workers, by rank), `tokens` (how
+many of the prompt's to fetch, from its beginning) and `timeout_s`. It loads from this replica's tiers where they have
+at least as much of the prompt. vLLM holds the request until its blocks are written. What has not come by then is
+computed here.
 """
 
 from __future__ import annotations
@@ -13,18 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 from transfer.channel.outbox import Key
 from transfer.vllm.continued_answer import scheduler_on_the_stack
-from transfer.vllm.step_messages import Fetching
+from transfer.vllm.step_messages import Fetching, Loading
+from transfer.vllm.tiers import Tiers
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A fetch: its request, the blocks that were here before, and the number of blocks that were asked for."""
+class _Plan:
+    """`end`: how many of the prompt's leading blocks have their KV then. `source`: None: this replica's tiers."""
+
+    end: int
+    source: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """What a request waits for. `before`: the blocks that were here. `asked`: the number of blocks that are to come.
+
+    `key`: of the fetch; None for a load from a tier.
+    """
 
     request: Request
-    key: Key
+    key: Key | None
     before: int
     asked: int
 
@@ -34,41 +48,56 @@ class Fetches:
 
     def __init__(self, block_size: int) -> None:
         self._scheduler, self._block_size = scheduler_on_the_stack(), block_size
-        self._open: dict[str, _Open] = {}
+        self._tiers: Tiers | None = None
+        self._planned: dict[str, _Plan] = {}
+        self._open: dict[str, Open] = {}
         self._tried: set[str] = set()
         self._brought: dict[str, int] = {}
 
+    def bind(self, tiers: Tiers | None) -> None:
+        """This replica's tiers, if it has any."""
+        self._tiers = tiers
+
     def missing_tokens(self, request: Request, computed: int) -> int:
-        """How many tokens' KV, after the first `computed`, another replica is to write: whole blocks. 0: none.
+        """How many tokens' KV, after the first `computed`, is to come: whole blocks. 0: none.
 
-        The last token is always computed here, for its output. A request fetches once.
+        The last token is always computed here, for its output. A request does this once.
         """
-        if _source(request) is None or request.request_id in self._tried:
+        if request.request_id in self._tried:
             return 0
-        return max(0, self._end(request) * self._block_size - computed)
+        plan = self._planned[request.request_id] = self._plan(request, computed // self._block_size)
+        return max(0, plan.end * self._block_size - computed)
 
-    def begin(self, request: Request, blocks: list[int], tokens: int) -> Fetching:
-        """The request has its blocks. The last `tokens` of what they hold by now are fetched."""
-        source = _source(request)
-        assert source is not None
-        end, asked = self._end(request), tokens // self._block_size
-        before, key = end - asked, (source["session"], source["epoch"])
-        self._open[request.request_id] = _Open(request, key, before, asked)
-        self._tried.add(request.request_id)
-        hashes = [bytes(name) for name in request.block_hashes[before:end]]
-        return Fetching(key, request.request_id, source["peers"], blocks[before:end], hashes, source["timeout_s"])
+    def _plan(self, request: Request, first: int) -> _Plan:
+        """`first`: the number of leading blocks that are here."""
+        source = (request.kv_transfer_params or {}).get("baton_fetch")
+        most = (int(request.num_tokens) - 1) // self._block_size
+        there = min(int(source["tokens"]) // self._block_size, most) if source else 0
+        if self._tiers is not None and first < most:
+            here = first + self._tiers.leading([bytes(name) for name in request.block_hashes[first:most]])
+            if here >= max(there, first + 1):
+                return _Plan(here, None)
+        return _Plan(there, source)
 
-    def _end(self, request: Request) -> int:
-        """The number of the prompt's leading blocks that the source is to have written in the end."""
-        source = _source(request)
-        assert source is not None
-        return min(int(source["tokens"]), int(request.num_tokens) - 1) // self._block_size
+    def begin(self, request: Request, blocks: list[int], tokens: int) -> Fetching | Loading:
+        """The request has its blocks, and `missing_tokens` said that KV of `tokens` is to come."""
+        plan, request_id = self._planned.pop(request.request_id), request.request_id
+        asked = tokens // self._block_size
+        before, source = plan.end - asked, plan.source
+        hashes = [bytes(name) for name in request.block_hashes[before : plan.end]]
+        into = blocks[before : plan.end]
+        key = (source["session"], source["epoch"]) if source else None
+        self._open[request_id] = Open(request, key, before, asked)
+        self._tried.add(request_id)
+        if source is None or key is None:
+            return Loading(request_id, into, hashes)
+        return Fetching(key, request_id, source["peers"], into, hashes, source["timeout_s"])
 
-    def end(self, request: Request) -> Key | None:
-        """The request is over. The key of its fetch, where peers may still write its blocks."""
+    def end(self, request: Request) -> Open | None:
+        """The request is over. What it waits for still, which may yet write its blocks."""
+        self._planned.pop(request.request_id, None)
         self._tried.discard(request.request_id)
-        fetch = self._open.get(request.request_id)
-        return fetch.key if fetch else None
+        return self._open.get(request.request_id)
 
     def brought(self, blocks: Mapping[str, int]) -> None:
         """Some worker of this replica has got so many blocks, by request. What counts is what all of them have."""
@@ -82,7 +111,3 @@ class Fetches:
             if fetch is not None and blocks < fetch.asked and not fetch.request.is_finished():
                 fetch.request.num_computed_tokens = (fetch.before + blocks) * self._block_size
                 self._scheduler.failed_recving_kv_req_ids.add(request_id)
-
-
-def _source(request: Request) -> dict[str, Any] | None:
-    return (request.kv_transfer_params or {}).get("baton_fetch")

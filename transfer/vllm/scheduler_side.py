@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from transfer.channel.channel import Channel
 from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Key
 from transfer.control.messages import FirstToken, Seal
@@ -25,14 +24,20 @@ from transfer.vllm.fetching import Fetches
 from transfer.vllm.idle_sleep import IdleSleep
 from transfer.vllm.partial_blocks import PartialBlocks
 from transfer.vllm.step_clock import StepClock
-from transfer.vllm.step_messages import Offering, StepMetadata, WorkerMetadata
+from transfer.vllm.step_messages import Loading, Offering, StepMetadata, WorkerMetadata
+from transfer.vllm.tier_events import tier_events
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from transfer.channel.channel import Channel
+    from transfer.vllm.tiers import Tiers
+    from transfer.vllm.worker_side import WorkerSide
 
 ABORTED = "the request was aborted"
 # The longest that a prefill waits for decode's offer. A decode engine in a long step offers late; the prefill then
@@ -62,16 +67,18 @@ def part_of(request: Request) -> Part | None:
 
 
 class SchedulerSide:
-    """Answers the scheduler's hooks. `channel`: the worker's channel when worker and scheduler share a process."""
+    """Answers the scheduler's hooks. `worker`: the worker's side when worker and scheduler share a process."""
 
-    def __init__(self, secret: str, block_size: int, channel: Callable[[], Channel | None]) -> None:
-        self._block_size, self._channel = block_size, channel
+    def __init__(self, secret: str, block_size: int, worker: Callable[[], WorkerSide | None]) -> None:
+        self._block_size, self._worker = block_size, worker
         self._tokens = TokenSender(Seal(secret))
         self._idle_sleep = IdleSleep()
         self._clock = StepClock()
         self._answered = AnsweredRequests()
         self._fetches = Fetches(block_size)
         self._lent: CachedBlocks | None = None
+        self._tiers: Tiers | None = None
+        self._over: list[list[bytes]] = []
         self._pending = StepMetadata()
         self._prefills: dict[str, Request] = {}
         self._offer_due: dict[str, float] = {}
@@ -84,9 +91,15 @@ class SchedulerSide:
         self._manager = manager
         take_ascending(manager.block_pool)
         self._partial_blocks = PartialBlocks(manager)
-        if (channel := self._channel()) is not None:  # only then can it borrow between steps
-            self._lent = CachedBlocks(manager, lambda: channel.recall(RECALL_WAIT_S))
+        if (worker := self._worker()) is not None:  # only then can others borrow between steps
+            channel, self._tiers = worker.channel, worker.tiers
+            self._lent = CachedBlocks(manager, lambda: channel.recall(RECALL_WAIT_S), RECALL_WAIT_S)
             channel.lend(self._lent)
+            self._fetches.bind(self._tiers)
+
+    def _channel(self) -> Channel | None:
+        worker = self._worker()
+        return worker.channel if worker is not None else None
 
     def begin(self, request: Request) -> None:
         """A request has come to the engine."""
@@ -118,9 +131,11 @@ class SchedulerSide:
         """The request has its blocks."""
         part = part_of(request)
         if num_external_tokens and (part is None or part.role == "prefill"):
-            self._pending.fetches.append(
-                self._fetches.begin(request, list(blocks.get_block_ids()[0]), num_external_tokens)
-            )
+            begun = self._fetches.begin(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+            if isinstance(begun, Loading):
+                self._pending.loads.append(begun)
+            else:
+                self._pending.fetches.append(begun)
         if part is None:
             return
         if part.role == "prefill":
@@ -168,13 +183,20 @@ class SchedulerSide:
         if channel is None:
             self._idle_sleep.wait(lambda: False, IDLE_SLEEP_WITHOUT_NEWS_S)
         else:
+            tiers = self._tiers
             channel.on_news(self._idle_sleep.wake)
-            self._idle_sleep.wait(lambda: channel.has_news, IDLE_SLEEP_S)
+            if tiers is not None:
+                tiers.on_news(self._idle_sleep.wake)
+            self._idle_sleep.wait(lambda: channel.has_news or (tiers is not None and tiers.has_news), IDLE_SLEEP_S)
 
     def step_report(self) -> Any:
         """What the step that just ended was."""
         if self._lent is not None:
             self._lent.end_step()
+            over, self._over = self._over, []
+            for names in over:
+                assert self._tiers is not None
+                self._tiers.keep(names, self._lent)
         return self._clock.end(time.monotonic())
 
     def finished(self, request: Request) -> bool:
@@ -182,13 +204,15 @@ class SchedulerSide:
         if request.status is RequestStatus.FINISHED_ABORTED and _has_sampled(request):
             self._partial_blocks.keep(request)  # a session that moves comes back here, to be handed over
         part = part_of(request)
-        if (fetch := self._fetches.end(request)) is not None:
-            self._pending.cancels.append((fetch, ABORTED))
+        if (arriving := self._fetches.end(request)) is not None and arriving.key is not None:
+            self._pending.cancels.append((arriving.key, ABORTED))
+        if self._tiers is not None:
+            self._over.append([bytes(name) for name in request.block_hashes])
         if part is None:
             return False
         if part.role == "prefill":
-            self._prefill_finished(request, part, None if fetch else request.request_id)
-            return fetch is None  # vLLM waits for the end of a fetch, and for no more then
+            self._prefill_finished(request, part, None if arriving else request.request_id)
+            return arriving is None  # vLLM waits for what arrives, and for no more then
         if request.request_id not in self._offered:
             self._pending.unoffered.append((part.key, part.peers))
         elif self._awaiting.pop(request.request_id, None) is not None:
@@ -220,6 +244,10 @@ class SchedulerSide:
             request = self._awaiting.pop(request_id, None)
             if request is not None and token is not None:
                 self._answered.go_on(request, token)
+
+    def events(self) -> list[BlockStored | BlockRemoved]:
+        """Which blocks have come into this replica's tiers or gone, since the last call."""
+        return tier_events(self._tiers.take_changes(), self._block_size) if self._tiers is not None else []
 
     def close(self) -> None:
         """Close the sockets."""

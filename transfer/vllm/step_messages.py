@@ -33,6 +33,15 @@ class Fetching:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Blocks to load from this replica's tiers: the KV of `hashes[i]` into `blocks[i]`."""
+
+    request_id: str
+    blocks: list[int]
+    hashes: list[bytes]
+
+
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler side to the workers.
@@ -49,18 +58,19 @@ class StepMetadata(KVConnectorMetadata):
     unoffered: list[tuple[Key, list[str]]] = field(default_factory=list)
     preempted: list[Key] = field(default_factory=list)
     fetches: list[Fetching] = field(default_factory=list)
+    loads: list[Loading] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         handoffs = self.chunks or self.ended or self.offers or self.cancels or self.unoffered or self.preempted
-        return bool(handoffs or self.fetches)
+        return bool(handoffs or self.fetches or self.loads)
 
 
 @dataclass(slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """From a worker back to the scheduler side: first tokens by request id, and which decode replicas there are.
 
-    `decodes`: the endpoints of their first workers; None: no news. `fetched`: blocks that fetches have brought, by
-    request id.
+    `decodes`: the endpoints of their first workers; None: no news. `fetched`: blocks that fetches and loads have
+    brought, by request id.
     """
 
     tokens: dict[str, int]

@@ -21,6 +21,7 @@ from transfer.memory.nixl_plane import NixlPlane
 from transfer.vllm.continued_answer import count_answered
 from transfer.vllm.scheduler_side import ABORTED
 from transfer.vllm.step_messages import StepMetadata, WorkerMetadata
+from transfer.vllm.tiers import Tiers, open_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,11 +31,12 @@ PREEMPTION_WAIT_S = 30.0
 
 
 class WorkerSide:
-    """Answers a worker's hooks. `extra`: the connector's own configuration."""
+    """Answers a worker's hooks. `extra`: the connector's own configuration. `tiers`: None where none are configured."""
 
     def __init__(self, vllm_config: VllmConfig, extra: dict[str, Any]) -> None:
         self._vllm_config, self._extra = vllm_config, extra
         self._channel: Channel | None = None
+        self.tiers: Tiers | None = None
         self._layers: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
         self._fetched: dict[str, int] = {}
@@ -63,6 +65,7 @@ class WorkerSide:
             tracer(extra["trace_dir"], name),
             Limits(**extra["limits"]),
         )
+        self.tiers = open_tiers(extra["tiers"], layout, list(kv_caches.values()))
 
     @property
     def channel(self) -> Channel:
@@ -88,6 +91,9 @@ class WorkerSide:
             channel.offer(offer.key, offer.request_id, offer.peers, offer.first_block, offer.blocks, carries_token)
         for fetch in metadata.fetches:
             channel.fetch(fetch.key, fetch.request_id, fetch.peers, fetch.blocks, fetch.hashes, fetch.timeout_s)
+        for load in metadata.loads:
+            assert self.tiers is not None
+            self.tiers.load(load.request_id, load.hashes, load.blocks)
         for key, reason in metadata.cancels:
             channel.cancel(key, reason)
         for key, peers in metadata.unoffered:
@@ -108,10 +114,10 @@ class WorkerSide:
         """What has ended since the last step."""
         results: Results = self.channel.take_results()
         self._arrived = {rid: token for rid, token in results.received.items() if token is not None}
-        self._fetched = results.fetched
+        self._fetched = results.fetched | (self.tiers.take_loaded() if self.tiers else {})
         return KVConnectorTransferResults(
             finished_sending=results.released,
-            finished_recving=results.received.keys() | results.broken.keys() | results.fetched.keys(),
+            finished_recving=results.received.keys() | results.broken.keys() | self._fetched.keys(),
             failed_recving=set(results.broken),
         )
 
@@ -122,8 +128,14 @@ class WorkerSide:
         fetched, self._fetched = self._fetched, {}
         return WorkerMetadata(tokens, decodes, fetched) if tokens or fetched or decodes is not None else None
 
+    def counters(self) -> dict[str, float]:
+        """The counters of this worker's channel and tiers."""
+        return self.channel.counters() | (self.tiers.counters() if self.tiers else {})
+
     def close(self) -> None:
-        """Close the channel."""
+        """Close channel and tiers."""
+        if self.tiers is not None:
+            self.tiers.close()
         if self._channel is not None:
             self._channel.close()
 

@@ -56,7 +56,15 @@ class EngineArguments:
     @property
     def kv_role(self) -> Literal["kv_producer", "kv_both"]:
         """vLLM's name for what the engine does with KV. Of one that receives KV, vLLM frees blocks later."""
-        return "kv_both" if self.receives else "kv_producer"
+        return "kv_both" if self.receives or self.tiers() else "kv_producer"
+
+    def tiers(self) -> dict[str, Any] | None:
+        """What `transfer.vllm.tiers.open_tiers` makes tiers of."""
+        host, disk = self.config.host_kv_bytes, self.config.disk_kv
+        if not host and disk is None:
+            return None
+        place = {"disk_path": disk.path, "disk_bytes": disk.bytes} if disk else {"disk_path": None}
+        return {"host_bytes": host, **place}
 
     def vllm_config(self, transfer: KVTransferConfig, worker_extension: str, events: KVEvents) -> VllmConfig:
         """vLLM's own configuration. `worker_extension`: path of a class that vLLM mixes into its workers.
@@ -125,6 +133,7 @@ class EngineArguments:
                 "handoff_timeout_s": self.channel.handoff_timeout_s,
                 "facts": self.facts(),
                 "limits": self.channel.pacing.model_dump(),
+                "tiers": self.tiers(),
                 "trace_dir": self.channel.trace_dir,
             },
         )

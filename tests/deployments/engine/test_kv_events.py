@@ -53,6 +53,45 @@ def test_a_reset_empties_the_cache() -> None:
     assert cached(stored(0, 71), AllBlocksCleared(), stored(1, 72, parent=71)) == set()
 
 
+def in_tier(*names: int, medium: str = "CPU") -> BlockStored:
+    return BlockStored(list(names), None, [], 10, medium=medium)
+
+
+def out_of_tier(*names: int, medium: str = "CPU") -> BlockRemoved:
+    return BlockRemoved(list(names), medium=medium)
+
+
+def test_a_block_is_cached_while_memory_or_a_tier_has_it() -> None:
+    both = (stored(0, 71, 72, medium="GPU"), in_tier(71, 72), BlockRemoved([71, 72], medium="GPU"))
+    assert cached(*both) == set(HASHES[:2])
+    assert cached(*both, out_of_tier(71)) == {HASHES[1]}
+    assert cached(*both, in_tier(71, medium="STORAGE"), out_of_tier(71)) == set(HASHES[:2])
+    assert cached(*both, stored(0, 71), out_of_tier(71)) == set(HASHES[:2]), "it came back into memory"
+    assert cached(stored(0, 71), in_tier(71), out_of_tier(71)) == {HASHES[0]}
+
+
+def test_what_a_tier_had_before_the_engine_started_counts_once_its_tokens_are_known() -> None:
+    found = (in_tier(71, 72, medium="STORAGE"),)
+    assert cached(*found) == set()
+    assert cached(*found, stored(0, 71), BlockRemoved([71])) == {HASHES[0]}
+    assert cached(*found, out_of_tier(71, medium="STORAGE"), stored(0, 71), BlockRemoved([71])) == set()
+
+
+def test_a_reset_of_the_engines_memory_leaves_the_tiers_as_they_are() -> None:
+    assert cached(stored(0, 71, 72), in_tier(71), AllBlocksCleared()) == {HASHES[0]}
+    assert cached(stored(0, 71, 72), in_tier(71), AllBlocksCleared(), out_of_tier(71)) == set()
+
+
+def test_a_block_that_leaves_memory_in_the_step_that_tells_of_its_tier_is_cached() -> None:
+    log = CacheLog()
+    translator = Translator(10, log)
+    translator.take_all([stored(0, 71)])
+    translator.take_all([BlockRemoved([71]), in_tier(71)])
+    change = log.change(whole=True)
+    assert change is not None
+    assert set(change.stored) == {HASHES[0]}
+
+
 def test_an_adapters_blocks_are_its_own() -> None:
     of_adapter = stored(0, 71, 72, lora_name="tuned", extra_keys=[["tuned"], ["tuned"]])
     assert cached(of_adapter) == set(chained_hashes(TOKENS[:20], 10, salt="tuned"))

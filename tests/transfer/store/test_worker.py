@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from tests.transfer.store.conftest import BLOCK_BYTES, Cache, keys_of
 from transfer.store.block_memory import HostMemory
 from transfer.store.block_store import BlockStore
 from transfer.store.config import StoreConfig
+from transfer.store.disk_tier import STAGED_BLOCKS
 from transfer.store.ledger import Tier
 from transfer.store.refs import StoreError, chain
 from transfer.store.worker import StoreResults, StoreWorker
@@ -163,3 +164,60 @@ def test_a_thread_that_died_says_so(make_asked: Callable[..., Asked]) -> None:
         asked.wait("0")
     assert asked.worker.has_news
     assert not asked.worker.store("1", chain(keys_of("a", 1)), [0])
+
+
+class Lent:
+    """Blocks that are there, by their keys. What is lent must come back."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, int] = {}
+        self.out: list[int] = []
+        self.most = 0
+
+    def borrow(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        found = []
+        for key in keys:
+            if key not in self.blocks:
+                break
+            found.append(self.blocks[key])
+        self.out += found
+        self.most = max(self.most, len(self.out))
+        return tuple(found)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.out.remove(block)
+
+
+@pytest.mark.parametrize("gone", [0, 3, 12, 20])
+def test_blocks_that_are_lent_are_stored_as_far_as_they_are_there(
+    gone: int, make_asked: Callable[..., Asked], cache: Cache
+) -> None:
+    """From the first that is gone on, nothing is. A few are lent at once."""
+    asked, keys, lent = make_asked(), keys_of("a", 20), Lent()
+    for block, key in enumerate(keys[:gone]):
+        cache.write(block, key)
+        lent.blocks[key] = block
+    assert asked.worker.store_lent(chain(keys), lent)
+    assert asked.worker.store("after", chain(keys_of("b", 1)), [40])
+    asked.wait("after")
+    assert asked.worker.lookup(keys) == [Tier.HOST] * gone + [None] * (20 - gone)
+    assert not lent.out
+    assert lent.most <= STAGED_BLOCKS
+    cache.wipe()
+    assert asked.worker.load("l", keys, range(20))
+    assert asked.wait("l").loaded["l"] == [True] * gone + [False] * (20 - gone)
+    assert all(cache.has(block, key) for block, key in enumerate(keys[:gone]))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread dies on purpose
+def test_what_is_lent_comes_back_when_the_copy_fails(make_asked: Callable[..., Asked]) -> None:
+    asked, keys, lent = make_asked(is_open=False), keys_of("a", 2), Lent()
+    lent.blocks = {key: block for block, key in enumerate(keys)}
+    asked.gate.error = "broken"
+    assert asked.worker.store_lent(chain(keys), lent)
+    asked.gate.is_open.set()
+    assert asked.news.wait(WAIT_S)
+    with pytest.raises(StoreError):
+        asked.worker.take_results()
+    assert not lent.out

@@ -17,6 +17,7 @@ from vllm.v1.request import Request
 from transfer.vllm.cached_blocks import CachedBlocks
 
 SIZE, BLOCKS = 16, 16
+WAIT_S = 30.0
 
 
 class Cache:
@@ -29,7 +30,7 @@ class Cache:
         config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], group)])
         self.manager = KVCacheManager(config, 512, SIZE, SIZE)
         self.pool = self.manager.block_pool
-        self.cached = CachedBlocks(self.manager, lambda: False)
+        self.cached = CachedBlocks(self.manager, lambda: False, WAIT_S)
 
     def request(self, name: str, tokens: list[int], **fields: Any) -> Request:
         return Request(name, tokens, SamplingParams(max_tokens=100), None, block_hasher=self._hasher, **fields)
@@ -178,3 +179,25 @@ def test_borrowing_beside_a_busy_engine_loses_no_block() -> None:
     assert not errors
     assert cache.free == BLOCKS - 1
     assert all(block.ref_cnt == 0 for block in cache.pool.blocks if not block.is_null)
+
+
+def test_a_request_that_needs_blocks_waits_until_the_tiers_have_copied_them() -> None:
+    """They are given back by another thread, and no fetch is open."""
+    cache = Cache()
+    cache.run("a", tokens(4 * SIZE))
+    lent = cache.cached.borrow(cache.names(tokens(4 * SIZE)))
+    recalled = threading.Event()
+
+    def recall() -> bool:
+        recalled.set()
+        return True
+
+    def copy() -> None:
+        assert recalled.wait(WAIT_S)
+        cache.cached.give_back(lent)
+
+    cache.cached.recall = recall
+    copies = threading.Thread(target=copy)
+    copies.start()
+    assert cache.schedule(cache.request("b", tokens((BLOCKS - 1) * SIZE, seed=1)))
+    copies.join(WAIT_S)

@@ -33,6 +33,7 @@ EXTRA: dict[str, Any] = {
     "handoff_timeout_s": 60.0,
     "trace_dir": None,
     "limits": {},
+    "tiers": None,
 }
 CONFIG: Any = SimpleNamespace(
     use_v2_model_runner=True,

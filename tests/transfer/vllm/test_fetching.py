@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from transfer.vllm.fetching import Fetches
+from transfer.vllm.step_messages import Fetching, Loading
 
 SIZE = 16
 
@@ -55,7 +56,9 @@ def test_whole_blocks_that_are_missing_are_asked_for(tokens: int, fetch: int, co
 def test_the_blocks_after_those_that_are_here_are_fetched() -> None:
     fetches = MadeBy().fetches
     asks = request(100, 64)
+    assert fetches.missing_tokens(asks, 32) == 32
     fetching = fetches.begin(asks, [7, 8, 9, 10, 11, 12, 13], 32)
+    assert isinstance(fetching, Fetching)
     assert (fetching.key, fetching.peers, fetching.timeout_s) == (("s", 2), ["tcp://a"], 1.5)
     assert (fetching.blocks, fetching.hashes) == ([9, 10], [bytes([2]) * 32, bytes([3]) * 32])
     assert fetches.missing_tokens(asks, 0) == 0, "a request fetches once"
@@ -64,6 +67,7 @@ def test_the_blocks_after_those_that_are_here_are_fetched() -> None:
 @pytest.mark.parametrize(("brought", "goes_on_from"), [([2], None), ([1], 48), ([0], 32), ([2, 1], 48), ([], 32)])
 def test_a_request_goes_on_from_what_every_worker_has(brought: list[int], goes_on_from: int | None) -> None:
     made, asks = MadeBy(), request(100, 64)
+    assert made.fetches.missing_tokens(asks, 32) == 32
     made.fetches.begin(asks, list(range(7)), 32)
     asks.num_computed_tokens = 64
     for blocks in brought:
@@ -76,9 +80,64 @@ def test_a_request_goes_on_from_what_every_worker_has(brought: list[int], goes_o
 
 def test_a_request_that_is_over_is_left_alone() -> None:
     made, asks = MadeBy(), request(100, 64, is_over=True)
+    assert made.fetches.missing_tokens(asks, 32) == 32
     made.fetches.begin(asks, list(range(7)), 32)
-    assert made.fetches.end(asks) == ("s", 2)
+    waits = made.fetches.end(asks)
+    assert waits is not None
+    assert waits.key == ("s", 2)
     made.fetches.brought({"r": 0})
     made.fetches.ended(["r"])
     assert not made.failed_recving_kv_req_ids
     assert made.fetches.end(asks) is None
+
+
+class Holds:
+    """Tiers with the blocks of these numbers; see `request`."""
+
+    def __init__(self, *blocks: int) -> None:
+        self.keys = {bytes([block]) * 32 for block in blocks}
+
+    def leading(self, keys: list[bytes]) -> int:
+        return next((place for place, key in enumerate(keys) if key not in self.keys), len(keys))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fetch", "computed", "missing", "is_loaded"),
+    [
+        (100, None, 0, 48, True),
+        (100, None, 16, 32, True),
+        (100, None, 48, 0, False),
+        (40, None, 0, 32, True),
+        (48, None, 0, 32, True),
+        (100, 32, 0, 48, True),
+        (100, 48, 0, 48, True),
+        (100, 64, 0, 64, False),
+        (100, None, 64, 0, False),
+    ],
+)
+def test_what_the_tiers_have_is_loaded_unless_another_replica_has_more(
+    tokens: int, fetch: int | None, computed: int, missing: int, is_loaded: bool
+) -> None:
+    fetches, asks = MadeBy().fetches, request(tokens, fetch)
+    tiers: Any = Holds(0, 1, 2)
+    fetches.bind(tiers)
+    assert fetches.missing_tokens(asks, computed) == missing
+    if missing:
+        begun = fetches.begin(asks, list(range(20, 27)), missing)
+        first, end = computed // SIZE, (computed + missing) // SIZE
+        assert isinstance(begun, Loading if is_loaded else Fetching)
+        assert (begun.blocks, begun.hashes) == (list(range(20 + first, 20 + end)), asks.block_hashes[first:end])
+        waits = fetches.end(asks)
+        assert waits is not None
+        assert (waits.key is None) == is_loaded
+
+
+def test_a_request_that_waits_for_memory_is_planned_anew() -> None:
+    """vLLM asks again in each step until it has blocks for it. Meanwhile the tiers change."""
+    fetches, asks, holds = MadeBy().fetches, request(100, None), Holds(0, 1, 2)
+    tiers: Any = holds
+    fetches.bind(tiers)
+    assert fetches.missing_tokens(asks, 0) == 48
+    holds.keys.clear()
+    assert fetches.missing_tokens(asks, 0) == 0
+    assert fetches.end(asks) is None

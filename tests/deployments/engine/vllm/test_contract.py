@@ -51,7 +51,7 @@ from configs.schema import ChannelConfig, VllmEngineConfig
 from configs.schema import ModelConfig as BatonModel
 from deployments.cluster.core import ClusterCore
 from deployments.cluster.engine_request import FINISH, traits
-from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from deployments.engine.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from deployments.engine.names import FOLDER, names_until_started
 from deployments.engine.protocol import EngineError
 from deployments.engine.vllm.arguments import IN_PROCESS
@@ -340,10 +340,11 @@ def test_kv_events_are_read_as_they_are_written() -> None:
     )
     read = msgspec.msgpack.Decoder(EventBatch).decode(msgspec.msgpack.Encoder().encode(sent))
     assert read.events == [
-        BlockStored([5, b"6"], 4, [1, 2], 1, "a", [["a"], None], 0),
-        BlockRemoved([5], 1),
+        BlockStored([5, b"6"], 4, [1, 2], 1, "a", [["a"], None], 0, GPU),
+        BlockRemoved([5], 1, GPU),
         AllBlocksCleared(),
     ]
+    assert GPU == kv_events.MEDIUM_GPU
     for ours in (BlockStored, BlockRemoved, AllBlocksCleared):
         assert set(ours.__struct_fields__) <= set(getattr(kv_events, ours.__name__).__struct_fields__)
 

@@ -1,0 +1,136 @@
+"""KV tiers under real engines: what comes from them gives the answers that computing gives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import DiskKVConfig, PoolConfig
+from deployments.manager.calls import Drain
+from deployments.messages import Mode
+from load_tests.harness.control_plane import PREFILL, SMALL, Answer, until
+from tests.deployments.engine.vllm.test_channel import cluster, model, pool, prompt
+from tests.deployments.real_engines import RealEngines
+from transfer.memory.blocks import chained_hashes
+
+__all__ = ["model"]  # the fixture
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BLOCK = 32
+TIER_BYTES = 64 << 20
+
+
+def tiered(tier: str, path: Path) -> PoolConfig:
+    if tier == "host":
+        return pool(host_kv_bytes=TIER_BYTES)
+    return pool(disk_kv=DiskKVConfig(path=str(path), bytes=TIER_BYTES))
+
+
+async def forget(engines: RealEngines, replica_id: str) -> None:
+    """Empty the prefix cache of an engine, once its tiers have taken what they get."""
+    engine: Any = engines.replicas[replica_id]._engine
+
+    async def is_stored() -> bool:
+        return bool((await engine.counters())["tier_queued_jobs"] == 0)
+
+    await engines.all_is_free()
+    await until(is_stored)
+    assert await engine._client.reset_prefix_cache_async()
+
+
+async def loaded(engines: RealEngines, replica_id: str, tier: str) -> float:
+    return (await engines.replicas[replica_id].counters())[f"tier_{tier}_hits"]
+
+
+async def whole(engines: RealEngines, tokens: list[int]) -> list[int]:
+    """The answer of an engine that computes all of the prompt."""
+    return (await engines.answer(tokens, max_tokens=6, prompt_logprobs=0)).tokens
+
+
+async def split(engines: RealEngines, tokens: list[int]) -> Answer:
+    answer = await (await engines.ask(tokens, max_tokens=6)).over()
+    assert answer.context.modes == {Mode.DISAGGREGATED}
+    return answer
+
+
+async def hits(engines: RealEngines, tokens: list[int]) -> int:
+    """How many of a prompt's blocks the session manager takes prefill to have."""
+    await engines.all_is_free()  # and so all is reported
+    return engines.manager._allocator.predictors.index.hits(chained_hashes(tokens, BLOCK)).get(PREFILL, 0)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+async def test_prompts_that_left_prefills_memory_come_back_from_its_tiers(
+    model: Path, tmp_path: Path, tier: str
+) -> None:
+    """They end at the end of a block, before it and behind it; a part of the prompt may be in the engine's memory."""
+    async with cluster(model, tiered(tier, tmp_path), pool()) as engines:
+        for kept, again, here in ((512, 512, 0), (512, 700, 0), (300, 301, 0), (640, 900, 100)):
+            known = prompt(again)
+            await split(engines, known[:kept])
+            await forget(engines, PREFILL)
+            if here:
+                await split(engines, known[:here])
+            assert (await hits(engines, known)) == kept // BLOCK, "placement knows what the tier has"
+            before = await loaded(engines, PREFILL, tier)
+            answer = await split(engines, known)
+            assert await loaded(engines, PREFILL, tier) - before == min(kept, again - 1) // BLOCK - here // BLOCK
+            assert answer.tokens == await whole(engines, known)
+        known = prompt(700)
+        await split(engines, known)
+        for turn in range(10):
+            await forget(engines, PREFILL)
+            cancelled = await engines.ask(known, max_tokens=6)
+            await asyncio.sleep(0.01 * turn)
+            await engines.core.abort_requests_async([cancelled.request_id])
+        await engines.all_is_free()
+        assert (await split(engines, known)).tokens == await whole(engines, known)
+
+
+async def test_the_next_turn_finds_the_answer_in_decodes_tier(model: Path, tmp_path: Path) -> None:
+    async with cluster(model, pool(), tiered("host", tmp_path)) as engines:
+        first = prompt(200)
+        answer = await (await engines.ask(first, max_tokens=100)).over()
+        assert answer.context.modes == {Mode.DISAGGREGATED}
+        await forget(engines, SMALL)
+        await engines.manager.ask(Drain(PREFILL))
+        turn = [*first, *answer.tokens, *prompt(50)]
+        second = await engines.answer(turn, max_tokens=6)
+        assert second.context.modes == {Mode.DECODE_LOCAL}
+        assert await loaded(engines, SMALL, "host") == 299 // BLOCK, "the last token was never computed"
+        assert second.tokens == await engines.alone(turn, max_tokens=6)
+        await engines.all_is_free()
+
+
+async def test_a_tier_on_disk_outlives_an_engine_that_is_killed_and_what_broke_in_it_is_computed(
+    model: Path, tmp_path: Path
+) -> None:
+    """The first of two prompts comes back whole. A byte of every block of the other one is another one."""
+    shape = tiered("disk", tmp_path)
+    async with cluster(model, shape, pool()) as engines:
+        known = [prompt(300), prompt(500)]
+        answers = [(await split(engines, each)).tokens for each in known]
+        await forget(engines, PREFILL)
+        engine: Any = engines.replicas[PREFILL]._engine
+        (process,) = engine._client.resources.engine_manager.processes
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(process.join, 60)
+    async with cluster(model, shape, pool()) as engines:
+        assert (await split(engines, known[0])).tokens == answers[0]
+        assert await loaded(engines, PREFILL, "disk") == 299 // BLOCK
+        (blocks,) = (tmp_path / "baton-kv").glob("*.blocks")
+        with blocks.open("r+b") as file:
+            for place in range(0, blocks.stat().st_size, 4096):
+                file.seek(place)
+                file.write(b"?")
+        assert (await split(engines, known[1])).tokens == answers[1]
+        counted = await engines.replicas[PREFILL].counters()
+        assert counted["tier_disk_hits"] == 299 // BLOCK
+        assert counted["tier_digest_failures"] > 0
+        await engines.all_is_free()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from load_tests.report.handoffs import median
+from transfer.store.digest import digest_of
 
 PASSES = 5
 
@@ -98,6 +99,16 @@ def memcpy_gb_per_s(block_bytes: int, total_bytes: int) -> float:
             np.copyto(target[write], source[read])
         rates.append(blocks * block_bytes / (time.perf_counter() - begun) / 1e9)
     return median(rates)
+
+
+def digest_gb_per_s(block_bytes: int, total_bytes: int) -> float:
+    """How fast a thread computes the digests of blocks that are not in its caches, in 10^9 bytes per second."""
+    memory, begins = memoryview(bytearray(total_bytes)), range(0, total_bytes - block_bytes + 1, block_bytes)
+    memory[:] = bytes(total_bytes)  # touched, so that every page is its own
+    begun = time.perf_counter()
+    for begin in begins:
+        digest_of(memory[begin : begin + block_bytes])
+    return len(begins) * block_bytes / (time.perf_counter() - begun) / 1e9
 
 
 def _cpu_model() -> str:

@@ -68,7 +68,7 @@ class StoreWorker:
         self._deletes = 0  # that wait in `others`; no load overtakes them
         self._results, self._news = StoreResults(changes=store.take_changes()), True
         self._wake = threading.Condition()
-        self._closing = False
+        self._closing = self._is_busy = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="baton-store", daemon=True)
         self._thread.start()
@@ -116,8 +116,10 @@ class StoreWorker:
         return self._news
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, and the number of jobs that wait."""
-        return self._store.counters() | {"queued_jobs": len(self._loads) + len(self._others)}
+        """Totals since the start, and the number of jobs that are not over: those that wait, and one that runs."""
+        with self._wake:
+            open_jobs = len(self._loads) + len(self._others) + self._is_busy
+        return self._store.counters() | {"open_jobs": open_jobs}
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Give up what waits but deletes, end what runs, and close the store; idempotent.
@@ -168,6 +170,7 @@ class StoreWorker:
             self._wake.wait_for(lambda: self._closing or self._loads or self._others)
             if self._closing:
                 return None
+            self._is_busy = True
             if self._loads and not self._deletes:
                 return self._loads.popleft()
             job = self._others.popleft()
@@ -205,5 +208,5 @@ class StoreWorker:
                 self._results.stored[job.job_id] = done
             elif job.kind is _Kind.LOAD:
                 self._results.loaded[job.job_id] = done
-            self._news = True
+            self._news, self._is_busy = True, False
         self._on_news()

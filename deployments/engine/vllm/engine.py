@@ -187,6 +187,10 @@ class VllmEngine:
     async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:
         return [(float(now_s), dict(found)) for now_s, found in await self._rpc("baton_spans", session_ids)]
 
+    async def forget(self) -> bool:
+        """Empty the engine's prefix cache, and not its tiers. False: a request is running, and all is as it was."""
+        return bool(await self._engine.reset_prefix_cache_async())
+
     async def shutdown(self) -> None:
         client, self._client = self._client, None
         if client is not None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable
 
-from configs.schema import BatonConfig, role_of
-from deployments.engine.build import build_engine, environment
-from deployments.engine.protocol import EngineInfo, Identity
-from deployments.host.processes import descendants
-from deployments.messages import Role, StepSample
+from configs.schema import BatonConfig
+from deployments.engine.protocol import EngineInfo
+from deployments.messages import StepSample
 from load_tests.harness.engines.pair import Core
-from load_tests.harness.processes import Guard, title
+from load_tests.harness.engines.several import several
 from load_tests.report.handoffs import median
 from load_tests.traffic.workloads import prompt
 
@@ -104,32 +101,8 @@ def _is(step: StepSample, sequences: int, prefill_tokens: int) -> bool:
     return step.decode_sequences == sequences and step.prefill_tokens == prefill_tokens
 
 
-@contextlib.contextmanager
-def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables while an engine is measured. The next engine may be a variant without them."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 @contextlib.asynccontextmanager
 async def solo(config: BatonConfig, pool: str, seed: int) -> AsyncIterator[Solo]:
     """Start the engine of one pool, and end it with all its processes. Raises EngineError."""
-    role = Role(role_of(pool))
-    before, guard = descendants(os.getpid()), Guard()
-    with contextlib.closing(guard), _environ(environment(config, pool)):
-        engine = build_engine(config, Identity(ID, pool, role, "here", "127.0.0.1"), secret=ID)
-        try:
-            info = await engine.start()
-        finally:
-            made = descendants(os.getpid()) - before - {guard.pid}
-            guard.watch(pid for pid in made if "resource_tracker" not in title(pid))  # that tracker is this process's
-        core = Core(engine, info)
-        try:
-            yield Solo(core, seed)
-        finally:
-            await core.close()
+    async with several(config, {ID: pool}) as cores:
+        yield Solo(cores[ID], seed)

@@ -21,6 +21,7 @@ from configs.schema import BatonConfig, VllmEngineConfig
 from deployments.engine.mock.wire import decode_request
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Output, Step
 from deployments.messages import StepSample
+from load_tests.harness.engines import several
 from load_tests.harness.engines import solo as solo_module
 from load_tests.harness.engines.pair import Core
 from load_tests.harness.engines.solo import Solo, SoloError
@@ -151,7 +152,7 @@ async def test_an_engine_has_its_variables_and_the_next_one_has_them_not(
     monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
     """An eager engine compiles nothing, by a variable; a compiled one that is measured after it must not have that."""
-    monkeypatch.setattr(solo_module, "build_engine", lambda *_, **__: FormulaEngine())
+    monkeypatch.setattr(several, "build_engine", lambda *_, **__: FormulaEngine())
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     seen = []
     for eager in (True, False):
@@ -168,7 +169,7 @@ async def test_an_engine_that_does_not_start_leaves_nothing(monkeypatch: pytest.
             raise EngineError("no memory")
 
     broken = Broken()
-    monkeypatch.setattr(solo_module, "build_engine", lambda *_, **__: broken)
+    monkeypatch.setattr(several, "build_engine", lambda *_, **__: broken)
     with pytest.raises(EngineError, match="no memory"):
         async with solo_module.solo(config_of(), "prefill", 1):
             pass

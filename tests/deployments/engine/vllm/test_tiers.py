@@ -37,11 +37,11 @@ async def forget(engines: RealEngines, replica_id: str) -> None:
     engine: Any = engines.replicas[replica_id]._engine
 
     async def is_stored() -> bool:
-        return bool((await engine.counters())["tier_queued_jobs"] == 0)
+        return bool((await engine.counters())["tier_open_jobs"] == 0)
 
     await engines.all_is_free()
     await until(is_stored)
-    assert await engine._client.reset_prefix_cache_async()
+    assert await engine.forget()
 
 
 async def loaded(engines: RealEngines, replica_id: str, tier: str) -> float:

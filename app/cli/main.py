@@ -181,8 +181,7 @@ def _forward(module: str, arguments: list[str]) -> None:
     """Run a module of the load tests, which the product itself may not import. Its last line of stdout is JSON."""
     if "--json" not in arguments:
         _become(module, arguments)
-    rest = [each for each in arguments if each != "--json"]
-    done = subprocess.run([sys.executable, "-m", module, *rest], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if lines := done.stdout.splitlines():
         typer.echo(lines[-1])
     raise typer.Exit(done.returncode)

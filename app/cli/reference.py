@@ -62,13 +62,13 @@ ok    kv by TCP            1.08 GB/s at most; 139 MB came as they were sent
 
 ## baton plan
 
-All options are those of the planner: `baton plan --help`, and [Plan](../guides/planning.md). With `--json` the
-table is left out.
+All options are those of the planner: `baton plan --help`, and [Plan](../guides/planning.md). On a terminal it
+counts the fleets that it has simulated. With `--json` the table and the count are left out.
 
 ## baton tune
 
-All options are those of `make tune`: `baton tune --help`, and [Tune](../guides/tune.md). With `--json` only the
-result is printed.
+All options are those of `make tune`: `baton tune --help`, and [Tune](../guides/tune.md). On a terminal a bar
+shows how many measurements are done. With `--json` there is no bar, and stdout has only the result.
 """
 
 

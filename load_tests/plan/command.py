@@ -7,7 +7,8 @@ carry; `--rate` makes them more. A fleet meets the objectives when at least `--t
 half of that time get their first token and every further one in time, with both of two seeds. Refused requests miss.
 The fleet that is found is simulated again with a third seed, and so are the fleets with one replica fewer of a pool.
 
-Progress goes to stderr, the result as a table to stdout, and the last line of stdout is one JSON object.
+Progress goes to stderr, on a terminal with a count of what was simulated. The result goes as a table to stdout, and
+the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from load_tests.plan.judge import Verdict, judge, judge_all
 from load_tests.plan.planned import Planned
 from load_tests.plan.report import found, picture, table
 from load_tests.plan.search import Search
+from load_tests.report.progress import Progress, progress
 from load_tests.simulator import traces
 from load_tests.simulator.metrics import Classes, Objectives
 from load_tests.simulator.traces import Trace, TraceError
@@ -50,6 +52,7 @@ def plan(
     executor: Executor,
     lanes: int,
     minutes: float,
+    shown: Progress,
     clock: Callable[[], float] = time.monotonic,
 ) -> Planned:
     """Search, confirm with another seed, and search on where that fails. `lanes`: simulations at once."""
@@ -57,17 +60,18 @@ def plan(
     ends_s = clock() + 60 * minutes
     seeds = (seed, seed + 1)
     while True:
-        _search(planned, executor, lanes, functools.partial(judge_all, demand, seeds=seeds), lambda: clock() > ends_s)
+        simulate = functools.partial(judge_all, demand, seeds=seeds)
+        _search(planned, executor, lanes, simulate, shown, lambda: clock() > ends_s)
         best = planned.search.best
         if best is None:
             return planned
         fleets = (best, *best.fewer())
         again = functools.partial(judge, demand, seed=seed + 2, whole=True)
-        planned.confirmed, *planned.fewer = executor.map(again, fleets)
+        planned.confirmed, *planned.fewer = _shown(shown, [executor.submit(again, fleet) for fleet in fleets])
         planned.verdicts += [planned.confirmed, *planned.fewer]
         if planned.confirmed.meets:
             return planned
-        say(f"{best.name} does not meet the objectives with seed {seed + 2}")
+        shown.say(f"{best.name} does not meet the objectives with seed {seed + 2}")
         planned.search.tell(best, meets=False)
 
 
@@ -76,6 +80,7 @@ def _search(
     executor: Executor,
     lanes: int,
     run: Callable[[Fleet], Verdict],
+    shown: Progress,
     is_over: Callable[[], bool],
 ) -> None:
     """Ask and tell until there is nothing to ask, or the time is over."""
@@ -88,13 +93,29 @@ def _search(
             running[executor.submit(run, fleet)] = fleet
         if not running:
             return
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
+        for future in _first_done(shown, running):
             del running[future]
             verdict = future.result()
             planned.verdicts.append(verdict)
             search.tell(verdict.fleet, verdict.meets)
             share = f"{verdict.attained:.2%}" if verdict.meets else f"under {planned.demand.target:.2%}"
-            say(f"{verdict.fleet.name:40} {verdict.fleet.cost:8.2f} an hour  {share}")
+            shown.say(f"{verdict.fleet.name:40} {verdict.fleet.cost:8.2f} an hour  {share}")
+
+
+def _first_done(shown: Progress, running: Iterable[Future[Verdict]]) -> set[Future[Verdict]]:
+    """Waits until one or more are done, which are counted."""
+    while not (done := wait(running, shown.redraw_s, FIRST_COMPLETED).done):
+        shown.redraw()
+    shown.advance(len(done))
+    return done
+
+
+def _shown(shown: Progress, running: list[Future[Verdict]]) -> list[Verdict]:
+    """The results of all, in their order, each counted when it is there."""
+    left = set(running)
+    while left:
+        left -= _first_done(shown, left)
+    return [future.result() for future in running]
 
 
 def demand_of(options: argparse.Namespace) -> Demand:
@@ -134,9 +155,14 @@ def run(options: argparse.Namespace) -> Planned:
     chosen = [replaced for name, replaced in devices.items() if not options.use or name in options.use]
     check(demand, chosen)
     rooms = [room(demand, kind) for kind in kinds(chosen, options.roles != "mixed", options.roles != "split")]
-    say(f"{describe(demand.trace)}; at least {min(each.least for each in rooms)} replicas")
-    with ThreadPoolExecutor(1) if options.processes == 1 else ProcessPoolExecutor(options.processes) as executor:
-        return plan(demand, rooms, options.most, options.seed, executor, options.processes, options.minutes)
+    lanes = options.processes
+    with progress("fleets simulated", None, options.json) as shown, _executor(lanes) as executor:
+        shown.say(f"{describe(demand.trace)}; at least {min(each.least for each in rooms)} replicas")
+        return plan(demand, rooms, options.most, options.seed, executor, lanes, options.minutes, shown)
+
+
+def _executor(lanes: int) -> Executor:
+    return ThreadPoolExecutor(1) if lanes == 1 else ProcessPoolExecutor(lanes)
 
 
 def describe(trace: Trace) -> str:
@@ -150,11 +176,6 @@ def describe(trace: Trace) -> str:
     return (
         f"{trace.name}: {number} requests, {rate:.3g} a second, prompts of {prompts:.0f} and answers of {outputs:.0f}"
     )
-
-
-def say(text: str) -> None:
-    """Progress, for people."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--processes", type=int, default=2, help="simulations at once")
     one.add_argument("--seed", type=int, default=1, help="the first of three")
     one.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw what was simulated")
+    one.add_argument("--json", action="store_true", help="only the JSON object on stdout, and no count on stderr")
     return whole
 
 
@@ -208,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         planned = run(options)
     except (PlanError, TraceError, DeviceError) as error:
         sys.exit(str(error))
-    print(table(planned))
+    if not options.json:
+        print(table(planned))
     if options.picture:
         options.picture.write_text(picture(planned))
     print(json.dumps(found(planned) | {"run_s": round(time.monotonic() - began_s, 1)}), flush=True)

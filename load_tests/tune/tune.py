@@ -1,8 +1,9 @@
 """Finds an engine's settings for a machine and a model, by role: `make tune CONFIG=configs/cpu-1p1d.yaml`.
 
 It starts the engine of each pool by itself, without Ray and HTTP, and measures what its steps take. Progress goes to
-stderr, and so do the settings found, as YAML for the file. The last line of stdout is one JSON object. One engine runs
-at a time. Where several engines will share cores or a memory bus, steps will take longer than they do here.
+stderr, on a terminal with a bar, and so do the settings found, as YAML for the file. The last line of stdout is one
+JSON object. One engine runs at a time. Where several engines will share cores or a memory bus, steps will take longer
+than they do here.
 
 **Prefill.** `engine.max_num_batched_tokens`: prompts of `--prompt` tokens are computed in chunks of each of `--chunks`.
 The smallest chunk is chosen that gives up no more than `--loss` of the best throughput. A small chunk has two uses: an
@@ -40,6 +41,7 @@ from load_tests.harness.application import ROOT
 from load_tests.harness.engines.solo import Solo, SoloError, solo
 from load_tests.harness.machine import conditions
 from load_tests.report.handoffs import median
+from load_tests.report.progress import Progress, progress
 from load_tests.report.serving import rounded
 from load_tests.tune.choices import Chunk, Goals, Load, chunk_of, decode_chunk, most_sequences, prefill_chunk
 
@@ -50,19 +52,22 @@ SEED = 1
 Row = dict[str, Any]
 
 
-async def measure_prefill(engine: Solo, options: argparse.Namespace) -> list[Chunk]:
+async def measure_prefill(engine: Solo, options: argparse.Namespace, shown: Progress) -> list[Chunk]:
     """Measures every chunk with `--repeats` prompts. Returns the median prompt of each chunk."""
     found = []
     for tokens in options.chunks:
         prompts = [chunk_of(tokens, await engine.chunked(tokens, options.prompt)) for _ in range(options.repeats)]
         found.append(sorted(prompts, key=lambda chunk: chunk.tokens_per_s)[len(prompts) // 2])
         middle = found[-1]
-        say(f"    chunks of {tokens}: {middle.tokens_per_s:.0f} tokens/s, the longest step {middle.longest_s:.3f} s")
+        shown.say(
+            f"    chunks of {tokens}: {middle.tokens_per_s:.0f} tokens/s, the longest step {middle.longest_s:.3f} s"
+        )
+        shown.advance()
     return found
 
 
 async def measure_decode(
-    engine: Solo, options: argparse.Namespace, goals: Goals
+    engine: Solo, options: argparse.Namespace, goals: Goals, shown: Progress
 ) -> tuple[list[Load], dict[int, float]]:
     """Measures numbers of sequences in turn, and then every chunk beside the largest number whose step is short enough.
 
@@ -72,17 +77,20 @@ async def measure_decode(
     loads: list[Load] = []
     for sequences in (n for n in options.sequences if fits(engine, n, options)):
         loads.append(Load(sequences, await engine.decoding(sequences, options.context)))
-        say(f"    {sequences} sequences: a step {loads[-1].step_s:.3f} s, {loads[-1].tokens_per_s:.0f} tokens/s")
+        shown.say(f"    {sequences} sequences: a step {loads[-1].step_s:.3f} s, {loads[-1].tokens_per_s:.0f} tokens/s")
+        shown.advance()
         if loads[-1].step_s > goals.tpot_s:
             break
     if not loads:
         raise SoloError(f"the KV memory does not hold {options.sequences[0]} sequence(s) of {options.context} tokens")
+    shown.advance(len(options.sequences) - len(loads))
     chosen = most_sequences(loads, goals.tpot_s).sequences
     await engine.keep_decoding(chosen)
     beside_s = {}
     for tokens in options.chunks:
         beside_s[tokens] = median([await engine.beside(tokens) for _ in range(options.repeats)])
-        say(f"    a chunk of {tokens} beside {chosen} sequences: a step {beside_s[tokens]:.3f} s")
+        shown.say(f"    a chunk of {tokens} beside {chosen} sequences: a step {beside_s[tokens]:.3f} s")
+        shown.advance()
     await engine.keep_decoding(0)
     return loads, beside_s
 
@@ -94,19 +102,19 @@ def fits(engine: Solo, sequences: int, options: argparse.Namespace) -> bool:
     return bool(sequences * each + chunk <= engine.info.total_blocks)
 
 
-async def tune_pool(config: BatonConfig, pool: str, options: argparse.Namespace, goals: Goals) -> Row:
+async def tune_pool(config: BatonConfig, pool: str, options: argparse.Namespace, goals: Goals, shown: Progress) -> Row:
     """Measures one pool as it is configured. Returns its figures and the settings that they suggest."""
     async with solo(config, pool, SEED) as engine:
         memory = {"kv_bytes_per_token": engine.info.kv_bytes_per_token, "kv_blocks": engine.info.total_blocks}
         if pool == "prefill":
-            chunks = await measure_prefill(engine, options)
+            chunks = await measure_prefill(engine, options, shown)
             best = prefill_chunk(chunks, goals.loss)
             return memory | {
                 "chunks": [_figures(each) for each in chunks],
                 "settings": {"max_num_batched_tokens": best.tokens},
                 "score": best.tokens_per_s,
             }
-        loads, beside_s = await measure_decode(engine, options, goals)
+        loads, beside_s = await measure_decode(engine, options, goals, shown)
     most, chunk = most_sequences(loads, goals.tpot_s), decode_chunk(beside_s, goals.gap_s)
     in_time = most.step_s <= goals.tpot_s
     return memory | {
@@ -161,15 +169,22 @@ def run(options: argparse.Namespace) -> Row:
         for pool in options.pools or config.pools
     }
     pools: dict[str, Row] = {}
-    for pool, each in wanted.items():
-        rows: list[Row] = []
-        for variant, changed in each:
-            say(f"{pool} {json.dumps(variant) if variant else 'as configured'}")
-            rows.append({"variant": variant} | asyncio.run(tune_pool(changed, pool, options, goals)))
-        best = max(rows, key=lambda row: float(row["score"]))
-        pools[pool] = {"settings": merged(best["variant"], {"engine": best["settings"]}), "variants": rows}
+    total = sum(len(variants) * measurements(pool, options) for pool in wanted)
+    with progress("measurements", total, options.json) as shown:
+        for pool, each in wanted.items():
+            rows: list[Row] = []
+            for variant, changed in each:
+                shown.say(f"{pool} {json.dumps(variant) if variant else 'as configured'}")
+                rows.append({"variant": variant} | asyncio.run(tune_pool(changed, pool, options, goals, shown)))
+            best = max(rows, key=lambda row: float(row["score"]))
+            pools[pool] = {"settings": merged(best["variant"], {"engine": best["settings"]}), "variants": rows}
     asked = {"prompt": options.prompt, "context": options.context, "repeats": options.repeats, "goals": asdict(goals)}
     return {"tune": str(options.config), "conditions": before | asked, "pools": pools}
+
+
+def measurements(pool: str, options: argparse.Namespace) -> int:
+    """How many figures a pool has, in one variant. Those that are left out count, as if they were measured at once."""
+    return len(options.chunks) + (0 if pool == "prefill" else len(options.sequences))
 
 
 def read(file: Path) -> BatonConfig:
@@ -205,11 +220,6 @@ def fragment(pools: Mapping[str, Row]) -> str:
     return yaml.safe_dump(found, sort_keys=False)
 
 
-def say(text: str) -> None:
-    """Progress, for people."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -226,6 +236,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tpot-s", type=float, help=f"default: the default class's, else {TPOT_S}")
     parser.add_argument("--gap-s", type=float, help=f"default: {GAPS_OF_TPOT:g} times --tpot-s")
     parser.add_argument("--loss", type=float, default=0.05, help="share of prefill's best throughput")
+    parser.add_argument("--json", action="store_true", help="no bar on stderr, only lines")
     options = parser.parse_args(arguments)
     config = read(options.config)
     if wrong := set(options.pools or ()) - config.pools.keys():
@@ -267,5 +278,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = run(parse(arguments))
     except (EngineError, SoloError) as error:
         sys.exit(str(error))
-    say(fragment(result["pools"]))
+    print(fragment(result["pools"]), file=sys.stderr, flush=True)
     print(json.dumps(result), flush=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,23 @@ def test_objectives_that_no_device_meets_are_refused_with_the_reason(tmp_path: P
         main(["plan", str(file), "--ttft", "0.5"])
     with pytest.raises(SystemExit, match="no trace nothing"):
         main(["plan", "nothing"])
+
+
+@pytest.mark.parametrize("json_only", [False, True])
+def test_what_is_simulated_is_counted_on_a_terminal(
+    tmp_path: Path, on_terminal: Callable[[], io.StringIO], capsys: pytest.CaptureFixture[str], json_only: bool
+) -> None:
+    terminal = on_terminal()
+    file = written(steady(20.0, 60), tmp_path / "traffic.jsonl")
+    few = ["--use", "h100", "--roles", "mixed", "--most", "4", "--processes", "1"]
+    main(["plan", str(file), *few, *(["--json"] if json_only else [])])
+    printed, shown = capsys.readouterr().out.splitlines(), terminal.getvalue()
+    found = json.loads(printed[-1])
+    counts = [int(count) for count in re.findall(r"(\d+) fleets simulated", shown)]
+    assert counts == sorted(counts)
+    assert set(counts) == (set() if json_only else set(range(found["simulations"] + 1)))
+    assert (len(printed) == 1) == json_only, "the table is for people"
+    assert "mixed 1 x h100 " in shown, "a line for each fleet"
 
 
 @pytest.mark.slow

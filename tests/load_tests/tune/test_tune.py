@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -224,6 +226,24 @@ def test_both_roles_from_end_to_end(formula: list[tuple[str, Any]], capsys: pyte
     assert result["conditions"]["goals"] == {"tpot_s": 0.06, "gap_s": 0.2, "loss": 0.05}
     fragment = printed.err[printed.err.index("prefill:\n") :]
     assert yaml.safe_load(fragment) == {"prefill": prefill["settings"], "decode": {"main": decode["settings"]}}
+
+
+@pytest.mark.parametrize("json_only", [False, True])
+def test_a_bar_counts_the_measurements_of_all_pools_and_variants(
+    formula: list[tuple[str, Any]], on_terminal: Callable[[], io.StringIO], json_only: bool
+) -> None:
+    terminal = on_terminal()
+    variant = ["--variant", '{"engine": {"omp_threads": 2}}']
+    few = ["--chunks", "256,512", "--sequences", "1,8,16,32", "--repeats", "1", *variant]
+    tune.main([*few, "--tpot-s", "0.06", *(["--json"] if json_only else [])])
+    shown = terminal.getvalue()
+    assert len(formula) == 4
+    counts = [int(done) for done in re.findall(r"(\d+)/16\b", shown)]
+    assert counts == sorted(counts)
+    # 2 chunks of prefill; for decode 4 numbers of sequences and 2 chunks; 16 and 32 sequences are left out
+    assert set(counts) == (set() if json_only else {*range(4), *range(4, 7), *range(8, 13), *range(14, 17)})
+    assert "    chunks of 256: " in shown
+    assert ("\x1b" in shown) == (not json_only)
 
 
 def test_the_best_variant_is_chosen_with_its_own_settings(

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from app.access.rate_limit import rate_limit_headers
 from app.error_shape import STREAMED, event, is_anthropic, of_event, of_response, shaped
 from app.errors import Answer, answer, error_body, type_of
 from app.timings import TIMINGS, Timings
@@ -137,7 +138,7 @@ class Exchange:
         longer = len(marked["body"]) - len(message["body"])
         own: Headers = list(self._start.get("headers", ()))
         kept = [(n, b"%d" % (int(v) + longer) if n.lower() == b"content-length" else v) for n, v in own]
-        await self._outer_send({**self._start, "headers": [*kept, *self._placement()]})
+        await self._outer_send({**self._start, "headers": [*kept, *self._decision()]})
         await self._outer_send(marked)
 
     def _explained(self, message: Message) -> Message:
@@ -170,7 +171,7 @@ class Exchange:
         kept = [(name, value) for name, value in kept if not name.lower().startswith(b"content-")]
         self._begun = self._ended = True
         self.status, self.failure = response.status, response if response.status >= 400 else None
-        await respond(self._outer_send, shaped(response, self._anthropic), [*kept, *self._placement()])
+        await respond(self._outer_send, shaped(response, self._anthropic), [*kept, *self._decision()])
         self._leave()
 
     @property
@@ -186,10 +187,12 @@ class Exchange:
         headers: dict[bytes, bytes] = dict(self._start.get("headers", ())) if self._start else {}
         return headers.get(b"content-type", b"").startswith(b"text/event-stream")
 
-    def _placement(self) -> Headers:
+    def _decision(self) -> Headers:
+        """How the session manager has decided, as far as it has."""
         modes, rules = sorted(self._context.modes), sorted(self._context.rules)
         pairs = ((b"x-baton-mode", modes), (b"x-baton-rule", rules))
-        return [(name, ",".join(values).encode("ascii", "replace")) for name, values in pairs if values]
+        named = [(name, ",".join(values).encode("ascii", "replace")) for name, values in pairs if values]
+        return [*named, *rate_limit_headers(self._context.quota, self._context.allowance)]
 
 
 async def _settle(task: asyncio.Future[None], close_s: float) -> Exception | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.access import rate_limit
 from app.access.gate import OPEN, is_for_admins
 from app.errors import anthropic_type_of, type_of
 
@@ -35,12 +36,29 @@ _MEANINGS = {
     503: "No replica is ready, or the replicas of the request were lost.",
     504: "The session outlived `placement.session_timeout_s`.",
 }
+_RATE_LIMITS = dict(
+    zip(
+        rate_limit.NAMES,
+        (
+            "Requests a minute that the API key may make.",
+            "Requests that the API key may make now.",
+            "When all requests of the minute are there again, as `7s` or `1m1s`.",
+            "Tokens a minute that the API key may use.",
+            "Tokens that the API key may use now.",
+            "When all tokens of the minute are there again, as `7s` or `1m1s`.",
+        ),
+        strict=True,
+    )
+)
 _HEADERS = {
     "X-Request-Id": "The request's own `X-Request-Id`, or a new one.",
     "X-Baton-Mode": "How the request was served: `disaggregated`, `decode_local` or `prefill_local`.",
     "X-Baton-Rule": "The rule that kept the request from being split; absent when none did.",
     "Retry-After": "Seconds after which trying again makes sense.",
+    **{name: f"{about} Absent where the API key has no such limit." for name, about in _RATE_LIMITS.items()},
 }
+_DECIDED = ("X-Baton-Mode", "X-Baton-Rule", *rate_limit.NAMES)
+"""Headers by which a response says how the session manager has decided."""
 _PARAMETERS = {
     "X-Request-Id": "The request's id: 1 to 128 visible ASCII characters.",
     "X-Session-Id": "Requests with the same value go to the same replicas where they can. At most 256 bytes.",
@@ -111,7 +129,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     generates = path in GENERATES
     responses: dict[str, Any] = {s: r for s, r in operation["responses"].items() if not s.startswith(("4", "5"))}
     for response in responses.values():
-        response["headers"] = _headers("X-Request-Id", *(("X-Baton-Mode", "X-Baton-Rule") if generates else ()))
+        response["headers"] = _headers("X-Request-Id", *(_DECIDED if generates else ()))
     anthropic = path.startswith("/v1/messages")
     responses |= {str(status): _error(status, anthropic) for status in _statuses(path, method, generates)}
     operation["responses"] = responses
@@ -142,9 +160,10 @@ def _key_errors(path: str) -> set[int]:
 def _error(status: int, anthropic: bool, meaning: str | None = None) -> dict[str, Any]:
     kind = anthropic_type_of(status) if anthropic else type_of(status)
     retry = ("Retry-After",) if status in (429, 503) else ()
+    limits = rate_limit.NAMES if status == 429 else ()
     return {
         "description": f"{meaning or _MEANINGS[status]} The error's type is `{kind}`.",
-        "headers": _headers("X-Request-Id", *retry),
+        "headers": _headers("X-Request-Id", *retry, *limits),
         "content": _json({"$ref": f"#/components/schemas/{'AnthropicError' if anthropic else 'Error'}"}),
     }
 

@@ -290,6 +290,20 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowance:
+    """What an API key has left of its `Quota`, once a session is decided; of a limit that it does not have, zeros.
+
+    `requests`, `tokens`: what the last minute leaves. `requests_reset_s`, `tokens_reset_s`: seconds until all of the
+    limit is there again, if nothing more is used.
+    """
+
+    requests: int = 0
+    requests_reset_s: float = 0.0
+    tokens: int = 0
+    tokens_reset_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRequest:
     """What admission and placement need to know of a request.
 
@@ -424,9 +438,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The session goes where the placement says."""
+    """The session goes where the placement says. `allowance`: None where its key has no limits, or there is none."""
 
     placement: Placement
+    allowance: Allowance | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,13 +462,14 @@ class Reject:
 
     `code`: the kind of reason, for programs: `queue_full`, `queue_timeout`, `displaced`, `predicted_ttft`,
     `predicted_tpot`, `unknown_class`, `ends_engines`, `requests_per_minute`, `tokens_per_minute` or `manager_retires`;
-    "" for any other.
+    "" for any other. `allowance`: as in `Admit`.
     """
 
     reason: str
     retry_after_s: float | None = None
     unavailable: bool = False
     code: str = ""
+    allowance: Allowance | None = None
 
 
 Decision = Admit | Queue | Reject

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 
+from app.access import rate_limit
 from app.held_response import ASGIApp
 
-_SHOWN = ("X-Request-Id", "X-Baton-Mode", "X-Baton-Rule", "Retry-After")
+_SHOWN = ("X-Request-Id", "X-Baton-Mode", "X-Baton-Rule", "Retry-After", *rate_limit.NAMES)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

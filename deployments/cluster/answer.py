@@ -20,7 +20,7 @@ from deployments.cluster.spans import SessionSpans
 from deployments.cluster.timeline import Timeline
 from deployments.errors import SessionError
 from deployments.logs import of_session
-from deployments.messages import Handoff, Placement, Role, SessionRequest
+from deployments.messages import Allowance, Handoff, Placement, Role, SessionRequest
 from deployments.policy.placement.split import continuation_rule
 
 logger = logging.getLogger("baton.core")
@@ -99,6 +99,11 @@ class Answer:
             self.timeline.placed(placement)
         if self.spans is not None:
             self.spans.placed(placement, rule)
+
+    def left(self, allowance: Allowance | None) -> None:
+        """The session manager has decided, and says what the request's key has left."""
+        if self.context is not None and allowance is not None:
+            self.context.allowance = allowance
 
     def took(self, role: Role, output: EngineCoreOutput, stamp_s: float) -> None:
         """An output came that is not merely the next one. `stamp_s`: when, by the clock of its engine."""

@@ -110,11 +110,13 @@ class Attempt:
         give_up_s = time.monotonic() + timings.budget_wait_s
         while isinstance(decision := await self.over.unless_set(means.manager.ask(calls.Open(request))), Reject):
             if decision.code not in (RETRY_BUDGET, MANAGER_RETIRES) or time.monotonic() > give_up_s:
+                answer.left(decision.allowance)
                 raise refusal(decision)
             await set_within(self.over, decision.retry_after_s or timings.pause_s)
         if decision is not None:
             self.placement = decision.placement
             self._roles = {replica.replica_id: role for role, replica in self._replicas()}
+            answer.left(decision.allowance)
             answer.placed(decision.placement, request.rule)
 
     # ---- begin

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deployments.errors import SessionError
-from deployments.messages import Mode, Quota
+from deployments.messages import Allowance, Mode, Quota
 
 if TYPE_CHECKING:
     from deployments.tracing.tracer import Span
@@ -31,12 +31,14 @@ class RequestContext:
     """One HTTP request; it has several sessions when it asks for n > 1 or sends a batch of prompts.
 
     `priority`, `client`, `affinity` and `chat` go into each session's `SessionRequest`. `most_parts`: the most sessions
-    that it may have open; 0: any number. `quota`: of its key. `seed_moved`: a sampled answer with a seed went on in
-    another engine than the one where it began. `parts`: its open sessions. `error`: why the first of them failed, which
-    ends the others. `first_token_s`: when the first token came, by the monotonic clock. `when_begun`: what is called
-    once, when the first session begins. `arrived_s`: when it had been read, by the monotonic clock. `left`: its client
-    has gone. `namespace`: it shares cached KV only with requests of the same; None: with all. `explains`: it is not
-    served, and its first session's `explanation` is the answer. `span`: its span; None where it is not traced.
+    that it may have open; 0: any number. `quota`: of its key. `allowance`: what that key has left, as the session
+    manager said it last; None where it has no limits, or nothing is decided yet. `seed_moved`: a sampled answer with a
+    seed went on in another engine than the one where it began. `parts`: its open sessions. `error`: why the first of
+    them failed, which ends the others. `first_token_s`: when the first token came, by the monotonic clock.
+    `when_begun`: what is called once, when the first session begins. `arrived_s`: when it had been read, by the
+    monotonic clock. `left`: its client has gone. `namespace`: it shares cached KV only with requests of the same; None:
+    with all. `explains`: it is not served, and its first session's `explanation` is the answer. `span`: its span; None
+    where it is not traced.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class RequestContext:
     namespace: str | None = None
     most_parts: int = 0
     quota: Quota | None = None
+    allowance: Allowance | None = None
     modes: set[Mode] = field(default_factory=set)
     rules: set[str] = field(default_factory=set)
     seed_moved: bool = False

@@ -188,13 +188,13 @@ class SessionManager:
         if decision is None:
             return await self._wait(request.session_id)
         self._tell()
-        self._decided(request.session_id, decision)
-        return decision
+        return self._decided(request.session_id, decision)
 
-    def _decided(self, session_id: str, decision: Admit | Reject) -> None:
+    def _decided(self, session_id: str, decision: Admit | Reject) -> Admit | Reject:
+        """Note the decision. Returns it as the caller gets it."""
         self._counts.decided(decision)
         self._traffic.decided(session_id, decision)
-        self._quotas.decided(session_id, decision)
+        return self._quotas.decided(session_id, decision, self._clock())
 
     def _close(self, call: Close, now_s: float) -> None:
         is_closed = self._allocator.close(
@@ -294,5 +294,4 @@ class SessionManager:
         """Pass the allocator's decisions on to the callers that wait for them."""
         for session_id, decision in self._allocator.answers(self._clock()):
             if (answer := self._waiting.get(session_id)) is not None and not answer.done():
-                self._decided(session_id, decision)
-                answer.set_result(decision)
+                answer.set_result(self._decided(session_id, decision))

@@ -13,7 +13,7 @@ import msgspec
 
 from deployments.manager import calls
 from deployments.manager.calls import A, Answer, AnyCall, Call
-from deployments.messages import AdapterList, Admit, ManagerView, Placement, Reject, ReportAnswer
+from deployments.messages import AdapterList, Admit, Allowance, ManagerView, Placement, Reject, ReportAnswer
 from deployments.sealed_connection import Seal, packed, unpacked
 from transfer.control.seal import BadMessage, SealOf
 
@@ -64,10 +64,11 @@ class Unknown(msgspec.Struct, frozen=True):
 AnyMessage = Asked | Cancel | Answered | Failed | Retiring
 
 
-class Placed(msgspec.Struct, frozen=True, tag=True):
+class Placed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """`Admit` on the wire."""
 
     placement: Placement
+    allowance: Allowance | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -127,7 +128,7 @@ def packed_answer(answer: Answer) -> msgspec.Raw:
     """An answer, encoded."""
     on_wire: Any = answer
     if isinstance(answer, Admit):
-        on_wire = Placed(answer.placement)
+        on_wire = Placed(answer.placement, answer.allowance)
     elif isinstance(answer, Reject):
         on_wire = Rejected(answer)
     return packed(on_wire)
@@ -140,7 +141,7 @@ def answer_of(call: Call[A], body: msgspec.Raw) -> A:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadMessage(f"no answer of this version to {type(call).__name__}: {error}") from error
     if isinstance(answer, Placed):
-        answer = Admit(answer.placement)
+        answer = Admit(answer.placement, answer.allowance)
     elif isinstance(answer, Rejected):
         answer = answer.reject
     return cast(A, answer)

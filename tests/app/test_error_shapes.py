@@ -23,6 +23,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from app import openapi
 from app.access.gate import Gate
 from app.access.keys import parse
+from app.access.rate_limit import NAMES
 from app.api import Gateway
 from app.frontend import build_server
 from app.openapi import GENERATES
@@ -404,7 +405,8 @@ def _check_operation(path: str, operation: dict[str, Any]) -> None:
             assert response["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{kind}"}
     if path in GENERATES:
         assert named >= {"X-Session-Id", "X-Baton-Class"}
-        assert operation["responses"]["200"]["headers"].keys() >= {"X-Baton-Mode", "X-Baton-Rule"}
+        assert operation["responses"]["200"]["headers"].keys() >= {"X-Baton-Mode", "X-Baton-Rule", *NAMES}
+        assert operation["responses"]["429"]["headers"].keys() >= {"Retry-After", *NAMES}
 
 
 async def test_the_document_has_routes_that_are_added_before_it_is_made() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from deployments.messages import Admit, Quota, Reject, SessionRequest
+from deployments.messages import Admit, Allowance, Quota, Reject, SessionRequest
 
 MINUTE_S = 60
 REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
@@ -58,6 +58,12 @@ class Minute:
                 return slot.second + 1 + MINUTE_S - now_s
         raise AssertionError("the sum is more than its parts")
 
+    def reset_s(self, now_s: float) -> float:
+        """Seconds until nothing is counted."""
+        self.used(now_s)
+        last = next((slot.second for slot in reversed(self._slots) if slot.amount), None)
+        return 0.0 if last is None else last + 1 + MINUTE_S - now_s
+
     def add(self, amount: int, now_s: float) -> Slot:
         """Count it. Returns where, for `give_back`."""
         self.used(now_s)
@@ -81,12 +87,21 @@ class Books:
     requests: Minute = field(default_factory=Minute)
     tokens: Minute = field(default_factory=Minute)
 
+    def left(self, quota: Quota, now_s: float) -> Allowance:
+        """What is left of each limit."""
+        requests, tokens = (
+            (max(limit - minute.used(now_s), 0), minute.reset_s(now_s)) if limit else (0, 0.0)
+            for minute, limit in ((self.requests, quota.requests), (self.tokens, quota.tokens))
+        )
+        return Allowance(*requests, *tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Charge:
     """What one placement counts as. `prompt_tokens`: of `tokens`, those that are used when it begins."""
 
     books: Books
+    quota: Quota
     tokens: int
     prompt_tokens: int
     counted: Slot
@@ -129,23 +144,24 @@ class Quotas:
         prompt_tokens = request.prompt_tokens if request.attempt == 1 else 0  # it was counted with the first one
         tokens = prompt_tokens + request.max_tokens
         if quota.answers and (refusal := _refusal(books, quota, tokens, now_s)):
-            return refusal
+            return replace(refusal, allowance=books.left(quota, now_s))
         if quota.tokens:
             tokens = min(tokens, quota.tokens)
         counted = books.tokens.add(tokens, now_s)
         first = books.requests.add(1, now_s) if quota.answers else None
-        self._asked[request.session_id] = Charge(books, tokens, prompt_tokens, counted, first)
+        self._asked[request.session_id] = Charge(books, quota, tokens, prompt_tokens, counted, first)
         return None
 
-    def decided(self, session_id: str, decision: Admit | Reject) -> None:
-        """A session has a place, or is refused."""
+    def decided(self, session_id: str, decision: Admit | Reject, now_s: float) -> Admit | Reject:
+        """A session has a place, or is refused. Returns the decision with what its key has left, if it has limits."""
         charge = self._asked.pop(session_id, None)
         if charge is None:
-            return
+            return decision
         if isinstance(decision, Admit):
             self._placed.setdefault(session_id, {})[decision.placement.epoch] = charge
         else:
             charge.cancel()
+        return replace(decision, allowance=charge.books.left(charge.quota, now_s))
 
     def closed(self, session_id: str, epoch: int, outcome: str, output_tokens: int | None, now_s: float) -> None:
         """A placement is over; idempotent. `output_tokens`: None where it is not known: all of it stays counted."""

@@ -13,6 +13,7 @@ import pytest
 from app.access.cors import with_cors
 from app.access.gate import BASIC, Gate
 from app.access.keys import Keys, parse
+from app.access.rate_limit import NAMES
 from app.api import Gateway
 from app.held_response import Receive
 from app.request_identity import owner_of
@@ -204,5 +205,5 @@ async def test_pages_of_allowed_origins_see_answers_and_errors() -> None:
     assert [each.status_code for each in (asked, answered, refused, other)] == [200, 200, 401, 200]
     for response in (asked, answered, refused):
         assert response.headers["access-control-allow-origin"] == ORIGIN["origin"]
-    assert "retry-after" in refused.headers["access-control-expose-headers"].lower()
+    assert {"retry-after", *NAMES} <= set(refused.headers["access-control-expose-headers"].lower().split(", "))
     assert "access-control-allow-origin" not in other.headers

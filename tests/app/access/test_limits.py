@@ -37,6 +37,7 @@ def server(manager: Manager, name: str) -> ASGIApp:
         context = current.get()
         assert context is not None
         decision = await manager.ask(Open(request))
+        context.allowance = decision.allowance or context.allowance
         if isinstance(decision, Admit):
             await asyncio.sleep(0)
             epoch = decision.placement.epoch
@@ -93,6 +94,7 @@ async def flood(manager: SessionManager, limits: dict[str, int], **asked: int) -
             answers = await asyncio.gather(*map(client, range(CLIENTS)))
             free = await ways[0].post("/v1/completions", json=asked, headers={"authorization": "Bearer f"})
         assert free.status_code == 200, "another key has its own limits"
+        assert not any(name.startswith("x-ratelimit") for name in free.headers)
     finally:
         for http in ways:
             await http.aclose()
@@ -114,7 +116,19 @@ def check(responses: list[httpx.Response], served: int, code: str) -> None:
 
 
 async def test_requests_are_counted_exactly(manager: SessionManager) -> None:
-    check(await flood(manager, {"requests_per_minute": REQUESTS}), REQUESTS, "requests_per_minute")
+    responses = await flood(manager, {"requests_per_minute": REQUESTS})
+    check(responses, REQUESTS, "requests_per_minute")
+    left = {
+        status: {
+            int(each.headers["x-ratelimit-remaining-requests"]) for each in responses if each.status_code == status
+        }
+        for status in (200, 429)
+    }
+    assert (max(left[200]), min(left[200])) == (REQUESTS - 1, 0), "what waits for a place is counted, too"
+    assert left[429] == {0}
+    assert {response.headers["x-ratelimit-limit-requests"] for response in responses} == {str(REQUESTS)}
+    assert {response.headers["x-ratelimit-reset-requests"] for response in responses} == {"1m1s"}
+    assert not any("x-ratelimit-limit-tokens" in response.headers for response in responses)
     assert (await manager.ask(Status()))["keys"]["a"]["requests"] == REQUESTS
 
 

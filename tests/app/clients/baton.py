@@ -23,7 +23,7 @@ from load_tests.harness.control_plane.server import Served, served
 from tests.app.access.test_keys import entry
 from tests.load_tests.traffic.servers import serving
 
-KEY, LIMITED = "for-tests", "with-limits"
+KEY, LIMITED, COUNTED = "for-tests", "with-limits", "whose-use-is-told"
 MODEL = "smollm2-135m-instruct"
 MAX_BODY_BYTES, MAX_CLIENT_PARTS = 32 * 1024, 8
 SLOW_STEP_S = 0.02
@@ -93,16 +93,18 @@ class Baton:
 
 def settings() -> BatonConfig:
     made = config(scale=4)
-    args = {"api_key": [KEY, LIMITED], "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    args = {"api_key": [KEY, LIMITED, COUNTED], "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     bounds = {"max_body_bytes": MAX_BODY_BYTES, "max_client_parts": MAX_CLIENT_PARTS}
     ingress = made.ingress.model_copy(update={"default_max_tokens": 64, "server_args": args, **bounds})
     return made.model_copy(update={"ingress": ingress})
 
 
 def keys() -> Keys:
-    """An administrator's, and one with limits."""
+    """An administrator's, and two with limits."""
     limits = {"requests_per_minute": 1, "tokens_per_minute": 2000, "classes": "[default]"}
-    return parse("keys:\n" + entry("root", KEY, admin="true") + entry("limited", LIMITED, **limits), ("default",))
+    counted = entry("counted", COUNTED, requests_per_minute=2, tokens_per_minute=2000)
+    entries = entry("root", KEY, admin="true") + entry("limited", LIMITED, **limits) + counted
+    return parse("keys:\n" + entries, ("default",))
 
 
 async def _run(started: Future[tuple[Baton, asyncio.Event]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.app.clients.baton import KEY, MAX_BODY_BYTES, MAX_CLIENT_PARTS, MODEL, Baton
+from tests.app.clients.baton import COUNTED, KEY, MAX_BODY_BYTES, MAX_CLIENT_PARTS, MODEL, Baton
 
 PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]
 LONG: Any = {
@@ -57,6 +58,29 @@ def test_an_answer_and_its_usage(client: openai.OpenAI, baton: Baton) -> None:
     raw = client.completions.with_raw_response.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3)
     assert [choice.index for choice in raw.parse().choices] == [0, 1, 2, 3]
     assert raw.headers["x-baton-mode"] == "disaggregated"
+
+
+def test_a_key_with_limits_is_told_what_it_has_left(baton: Baton) -> None:
+    asked: Any = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+    with openai.OpenAI(base_url=f"{baton.gated_url}/v1", api_key=COUNTED, max_retries=0) as limited:
+        with limited.completions.with_streaming_response.create(**asked, stream=True) as stream:
+            first, _ = stream.headers, stream.read()
+        baton.settle()
+        second = limited.completions.with_raw_response.create(**asked).headers
+        with pytest.raises(openai.RateLimitError) as refused:
+            limited.completions.create(**asked)
+    third = refused.value.response.headers
+    for headers, requests, tokens in ((first, 1, 2000 - 43), (second, 0, 2000 - 86), (third, 0, 2000 - 86)):
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-limit-tokens"]) == ("2", "2000")
+        assert headers["x-ratelimit-remaining-requests"] == str(requests)
+        assert headers["x-ratelimit-remaining-tokens"] == str(tokens)
+        for of in ("requests", "tokens"):
+            reset = headers[f"x-ratelimit-reset-{of}"]
+            assert re.fullmatch(r"1m[01]s|\d+s", reset)
+            assert headers is third or reset == "1m1s"
+    with openai.OpenAI(base_url=f"{baton.gated_url}/v1", api_key=KEY, max_retries=0) as free:
+        unlimited = free.completions.with_raw_response.create(**asked).headers
+    assert not [name for name in unlimited if name.startswith("x-ratelimit")]
 
 
 def test_a_stream_and_its_usage(client: openai.OpenAI, baton: Baton) -> None:

@@ -33,6 +33,7 @@ from deployments.manager.timings import Timings
 from deployments.messages import (
     MANAGER_RETIRES,
     Admit,
+    Allowance,
     CacheChange,
     FetchPlan,
     Finished,
@@ -468,6 +469,8 @@ FETCHES = Placement("s", 2, Mode.DECODE_LOCAL, "short", INFO, None, 3, 1.0, 9.0,
     [
         (Open(REQUEST), Reject("why", 0.5, True, "queue_full")),
         (Open(REQUEST), Admit(FETCHES)),
+        (Open(REQUEST), Admit(FETCHES, Allowance(3, 0.5, 40, 60.5))),
+        (Open(REQUEST), Reject("why", 0.5, code="tokens_per_minute", allowance=Allowance(3, 0.5, 40, 60.5))),
         (Report(SNAPSHOT), ReportAnswer(Peers(9, (("tcp://h:1", "tcp://h:2"),)), True, True, ("s",))),
         (View(), ManagerView("life", (Occupancy(INFO, 2, Reservation(4, 3, 40, 32, 0.5)),))),
         (Silent(("a", "b")), ("b",)),
@@ -480,6 +483,11 @@ def test_answers_come_out_as_they_went_in(call: Call[Any], answer: Any) -> None:
     again = wire.answer_of(call, wire.packed_answer(answer))
     assert again == answer
     assert msgspec.to_builtins(again) == msgspec.to_builtins(answer)
+
+
+def test_a_placement_without_a_limited_key_has_nothing_of_one_on_the_wire() -> None:
+    assert b"allowance" not in bytes(wire.packed_answer(Admit(FETCHES)))
+    assert b"allowance" in bytes(wire.packed_answer(Admit(FETCHES, Allowance())))
 
 
 def test_every_call_has_an_answer_on_the_wire() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deployments.manager.calls import Close, Open, Report, Status, Withdraw
-from deployments.messages import Admit, Finished, Phase, Quota, Reject, ReplicaSnapshot, SessionRequest
+from deployments.messages import Admit, Allowance, Finished, Phase, Quota, Reject, ReplicaSnapshot, SessionRequest
 from deployments.policy.admission.quotas import TOKENS
 from tests.deployments.manager.test_manager import BLOCK, D0, Cluster, ask, settle
 
@@ -35,6 +35,7 @@ async def cluster() -> Cluster:
 async def test_a_close_gives_back_what_was_not_used(cluster: Cluster) -> None:
     answer = await cluster.manager.ask(Open(limited("a")))
     assert isinstance(answer, Admit)
+    assert answer.allowance == Allowance(29, 61.0, 2000 - 2 * BLOCK, 61.0)
     assert await keys(cluster) == {"a": {"requests": 1, "tokens": 2 * BLOCK}}
     await cluster.manager.ask(Close("a", answer.placement.epoch, "stop", 3))
     assert await keys(cluster) == {"a": {"requests": 1, "tokens": BLOCK + 3}}
@@ -68,7 +69,9 @@ async def test_a_queue_timeout_is_not_counted(cluster: Cluster) -> None:
     await settle()
     cluster.clock.now_s = 31.0
     await cluster.up()
-    assert isinstance(await asyncio.wait_for(waiting, 60), Reject)
+    refusal = await asyncio.wait_for(waiting, 60)
+    assert isinstance(refusal, Reject)
+    assert refusal.allowance == Allowance(29, 30.0, 2000 - 20 * BLOCK, 30.0), "as if it had not asked"
     assert (await keys(cluster))["a"]["requests"] == 1
 
 

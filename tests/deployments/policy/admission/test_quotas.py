@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.messages import Admit, Mode, Placement, Quota, Reject, SessionRequest
+from deployments.messages import Admit, Allowance, Mode, Placement, Quota, Reject, SessionRequest
 from deployments.policy.admission.quotas import MINUTE_S, REQUESTS, TOKENS, Minute, Quotas
 
 KEY = Quota("a", requests=3, tokens=100, answers=1)
@@ -19,9 +19,13 @@ def ask(
     return SessionRequest(session_id, prompt, most, quota=quota, attempt=attempt)
 
 
-def placed(quotas: Quotas, session_id: str, epoch: int = 1) -> None:
+def placed(quotas: Quotas, session_id: str, epoch: int = 1, now_s: float = 0.0) -> Allowance | None:
+    """Place it. Returns what its caller learns of its key."""
     placement = Placement(session_id, epoch, Mode.DECODE_LOCAL, "", None, None, 1, 1.0, 1.0)
-    quotas.decided(session_id, Admit(placement))
+    decision = quotas.decided(session_id, Admit(placement), now_s)
+    assert isinstance(decision, Admit)
+    assert decision.placement is placement
+    return decision.allowance
 
 
 def used(quotas: Quotas, now_s: float = 0.0) -> tuple[int, int]:
@@ -105,7 +109,7 @@ def test_what_is_not_served_is_not_counted(way: str) -> None:
     quotas = Quotas()
     quotas.open(ask("s"), 0.0)
     if way == "refused":
-        quotas.decided("s", Reject("full", 1.0))
+        quotas.decided("s", Reject("full", 1.0), 1.0)
     elif way == "left":
         quotas.withdrawn("s")
     else:
@@ -153,6 +157,48 @@ def test_a_session_that_is_placed_again_is_not_refused_nor_its_prompt_counted_tw
     placed(quotas, "s", epoch=2)
     quotas.closed("s", 2, "stop", 5, 3.0)
     assert used(quotas) == (1, 45)
+
+
+def test_each_decision_says_what_the_key_has_left() -> None:
+    quotas = Quotas()
+    quotas.open(ask("s", 10, 20), 5.5)
+    assert placed(quotas, "s", now_s=5.5) == Allowance(2, 60.5, 70, 60.5)
+    quotas.open(ask("t", 10, 20), 20.2)
+    refused = quotas.decided("t", Reject("full", 1.0), 21.0)
+    assert isinstance(refused, Reject)
+    assert refused.reason == "full"
+    assert refused.allowance == Allowance(2, 45.0, 70, 45.0), "a request that has no place counts no more"
+    over = quotas.open(ask("u", 10, 61), 30.0)
+    assert isinstance(over, Reject)
+    assert over.allowance == Allowance(2, 36.0, 70, 36.0)
+    assert quotas.decided("u", over, 31.0) is over
+    quotas.open(ask("v", 1, 1), 66.0)
+    assert placed(quotas, "v", now_s=66.0) == Allowance(2, 61.0, 98, 61.0), "the first minute is over"
+
+
+def test_what_is_owed_leaves_nothing_and_what_is_given_back_needs_no_time() -> None:
+    quotas = Quotas()
+    quotas.open(ask("s", 90, 500), 0.0)
+    assert placed(quotas, "s") == Allowance(2, 61.0, 0, 61.0)
+    quotas.closed("s", 1, "length", 500, 10.0)
+    refusal = quotas.open(ask("t", 1, 1), 11.0)
+    assert refusal is not None
+    assert refusal.allowance == Allowance(2, 50.0, 0, 60.0)
+    other = Quotas()
+    other.open(ask("s", 0, 50), 0.0)
+    placed(other, "s")
+    other.closed("s", 1, "stop", 0, 1.0)
+    assert other.open(ask("t", 1, 1), 1.0) is None
+    left = placed(other, "t", now_s=2.5)
+    assert left == Allowance(1, 59.5, 98, 59.5)
+
+
+def test_of_a_limit_that_a_key_does_not_have_nothing_is_said() -> None:
+    quotas = Quotas()
+    quotas.open(ask("s", quota=replace(KEY, tokens=0)), 0.0)
+    assert placed(quotas, "s") == Allowance(2, 61.0, 0, 0.0)
+    quotas.open(ask("t", quota=None), 0.0)
+    assert placed(quotas, "t") is None
 
 
 def test_a_key_without_limits_is_not_in_the_books_and_keys_do_not_share_one() -> None:

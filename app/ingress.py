@@ -85,7 +85,7 @@ class Ingress:
         if self._config.ingress.access_log:
             access_log.start()
         replica_id = serve.get_replica_context().replica_id.unique_id
-        logs.start(self._config.log_format, "ingress", replica_id)
+        logs.start(self._config.log_format, "ingress", replica_id, self._config.log_level)
         self._tracer = tracer_of(self._config, "ingress", replica_id)
         keys = keys_of(self._config)
         placement = self._config.placement

@@ -492,6 +492,8 @@ class BatonConfig(Section):
     the section's defaults. null: none."""
     log_format: Literal["text", "json"] = "text"
     """How logs are written. `json`: each line is a JSON object; what concerns a session has its `session_id`."""
+    log_level: Literal["warning", "info"] = "warning"
+    """What ingresses and replicas write. `info`: also a line when a session, or its part on a replica, is over."""
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -131,6 +131,9 @@ class Answer:
         has_left = self.context is not None and self.context.left
         if outcome == "cancelled" and self._has_stop_strings and not has_left:
             outcome = "stop"
+        if logger.isEnabledFor(logging.INFO):
+            about = of_session(self.session_id)
+            logger.info("session %s: %s after %d tokens", self.session_id, outcome, len(self.sent), extra=about)
         if self.meter is not None:
             self.meter.ended(mode, outcome)
         if self.timeline is not None:

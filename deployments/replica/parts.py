@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from deployments.engine.protocol import EngineError
 from deployments.link.replica_side import Ingress
+from deployments.logs import of_session
 from deployments.messages import MOVED, Finished, Reservation, SessionTask
+
+logger = logging.getLogger("baton.replica")
 
 FINISHED_KEPT = 64
 """Entries that the log of ended parts keeps; every report carries the whole log."""
@@ -48,6 +52,14 @@ class Part:
         """End it with an error, unless it is over."""
         if not self.done.done():
             self.done.set_exception(error)
+
+    def log(self, outcome: str) -> None:
+        """It is over. `outcome`: "" where an error or a cancellation has ended it."""
+        if logger.isEnabledFor(logging.INFO):
+            session_id, how = self.task.session_id, outcome or "broken off"
+            about = of_session(session_id)
+            text = "session %s, placement %d: %s here after %d tokens"
+            logger.info(text, session_id, self.task.epoch, how, self.output_tokens, extra=about)
 
     def orphan(self, why: str) -> None:
         """End it because its ingress is gone: nothing reads its outputs, and nothing will close the session."""

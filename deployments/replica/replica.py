@@ -104,6 +104,7 @@ class Replica:
             outcome = "expired"
         finally:
             self._parts.end(part)
+            part.log(outcome)
             self._readings.unsettle()
             self._reporter.tell(urgently=self._parts.is_log_filling)
             if outcome != "finished" and self._life.serves:

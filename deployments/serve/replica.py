@@ -49,7 +49,7 @@ class ServeReplica:
             host=get_node_ip_address(),
             strict=baton.pools[pool].strict,
         )
-        logs.start(baton.log_format, pool, identity.replica_id)
+        logs.start(baton.log_format, pool, identity.replica_id, baton.log_level)
         with starting():
             secret = cluster_secret(baton)
             engine = build_engine(baton, identity, secret)

@@ -109,15 +109,15 @@ def started(
     """Start a configuration with `app.launch`, as `make serve` does, and wait until it says that it is ready. At the
     end Ctrl-C, as a user would; fails where one of its processes is left afterwards.
 
-    `options`: more for the launcher. `more`: settings of other sections, by section. `placement`: settings of that
-    section to change.
+    `options`: more for the launcher. `more`: settings of other sections, by section, and keys that are no section.
+    `placement`: settings of that section to change.
     """
     serve = yaml.safe_load((ROOT / "configs" / config).read_text())
     arguments = serve["applications"][0]["args"]
     trace_dir = directory / "trace"
     arguments.setdefault("channel", {})["trace_dir"] = str(trace_dir)
     for section, settings in {**(more or {}), "placement": placement}.items():
-        arguments[section] = arguments.get(section, {}) | settings
+        arguments[section] = arguments.get(section, {}) | settings if isinstance(settings, dict) else settings
     marker = uuid.uuid4().hex
     application = Application(serve, directory, {MARKER: marker}, options=options)
     try:

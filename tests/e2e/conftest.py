@@ -82,12 +82,15 @@ def baton(
 ) -> Iterator[Cluster]:
     """configs/cpu.yaml, running. Every request is split and stays where it is, so that tests know where it is.
 
-    Responses are stored. The first adapter is of the configuration; the second one can be loaded.
+    Responses are stored, and logs are JSON with a line of each session from each of its processes. The first adapter is
+    of the configuration; the second one can be loaded.
     """
     name = NAMES[0]
     more: dict[str, Any] = {
         "lora": {"adapters": [{"name": name, "path": adapters[name]}], "max_loras": 2},
         "ingress": {"admin_key": ADMIN_KEY, "stored_responses": {}},
+        "log_format": "json",
+        "log_level": "info",
     }
     with started("cpu.yaml", tmp_path_factory.mktemp("baton"), more=more, split="always", rebalance=False) as cluster:
         yield cluster

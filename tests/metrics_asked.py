@@ -13,7 +13,7 @@ import yaml
 from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_serve_llm_grafana_dashboard
 
 from deploy.grafana.make import FILE
-from tests import vllm_dashboards
+from tests import vllm_dashboards, vllm_fleet_dashboards
 
 ROOT = Path(__file__).resolve().parents[1]
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
@@ -22,7 +22,23 @@ WINDOW = "5m"
 NO_MEANING = {
     "num_requests_swapped": "vLLM swaps no requests any more",
     "nixl_post_time_seconds_|nixl_num_kv_expired_reqs_": "of vLLM's own NIXL connector",
+    "nixl_num_descriptors_|nixl_num_failed_notifications_|nixl_num_notifications_after_expiry_": "the same",
+    "nixl_(xfer_time_seconds|bytes_transferred)_bucket": "writes are summed, and not sorted by their size",
+    "nixl_num_failed_transfers_total": "it has the name of Ray's panel, without the ending",
     "kv_offload_|external_prefix_cache_": "nothing is offloaded",
+    "prompt_tokens_cached_by_source_": "nothing is offloaded, so there is one tier: `prompt_tokens_cached`",
+    'source="external_kv_transfer"': "a prompt counts where it is computed, and not again where decode gets it",
+    "vllm_kv_block_": "vLLM samples blocks by an option, and tells of them where its frontend is",
+    "num_requests_kv_fetch_by_stage": "of vLLM's connectors that load; `num_requests_waiting_by_reason` has what waits",
+    "spec_decode_": "no engine drafts tokens",
+    "vllm_estimated_": "vLLM estimates by an option, and tells of it where its frontend is",
+    "engine_sleep_state|sleep_mode_operation_": "no engine sleeps",
+    "rl_weight_update_": "weights stay as they are while an engine runs",
+    "vllm_mm_cache_": "the cache of images and sound is not counted",
+    "cache_config_info": "the configuration has it",
+    "lora_requests_info": "adapters in a batch are not counted",
+    r"\bhttp_request": "vLLM's server of HTTP counts at its own /metrics; through Ray, `baton_requests` counts",
+    r"\bprocess_": "of vLLM's server's process; Ray has the figures of its workers",
     "request_max_num_generation_tokens_": "each of a request's `n` answers is counted by itself",
     "iteration_tokens_total_": "vLLM counts steps where its frontend is, and steps are made elsewhere",
 }
@@ -31,6 +47,7 @@ NONE_OF_IT = {
     "num_preemptions": "no engine preempts with `overcommit: 1.0`",
     r'status=~"5': "no request fails",
     'status="429"': "no request is refused",
+    'finished_reason="error"': "the same of answers",
     r'outcome=~"failed\|broken"': "no handoff fails",
 }
 """What counts faults. Where there were none, there is no such series: Ray shows no counter before it was counted up."""
@@ -96,5 +113,8 @@ def questions(model: str) -> dict[str, list[str]]:
         "Ray's Serve LLM dashboard": [filled(each) for each in shown(generate_serve_llm_grafana_dashboard()[0])],
         "vLLM's dashboards": [
             filled(each.replace("vllm:", "ray_vllm_"), model) for each in vllm_dashboards.expressions()
+        ],
+        "vLLM's dashboards of a fleet": [
+            filled(each.replace("vllm:", "ray_vllm_"), model) for each in vllm_fleet_dashboards.expressions()
         ],
     }

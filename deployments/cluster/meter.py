@@ -72,7 +72,7 @@ class SessionMeter:
     """One session. `arrived_s`: when its request was there; None: now."""
 
     __slots__ = (
-        *("_arrived_s", "_began_s", "_engine_s", "_first_s", "_landed", "_last_s", "_meter", "_placed_s"),
+        *("_arrived_s", "_began_s", "_computed", "_engine_s", "_first_s", "_landed", "_last_s", "_meter", "_placed_s"),
         *("_placement", "_pool", "_prefilled_s", "_prompt_tokens", "_rule", "_tokens"),
     )
 
@@ -86,6 +86,7 @@ class SessionMeter:
         self._placement: Placement | None = None
         self._pool: _Pool | None = None
         self._rule, self._tokens, self._landed = "", 0, False
+        self._computed: int | None = None
 
     def placed(self, placement: Placement, rule: str) -> None:
         """It has a place, the first one or another. `rule`: the rule that keeps it whole; "" for none."""
@@ -144,6 +145,8 @@ class SessionMeter:
         registry.value(names.SUCCESS, pool=name, finished_reason=REASONS.get(outcome, "error")).add()
         registry.histogram(names.E2E, pool=name).observe(now_s - self._arrived_s)
         registry.histogram(names.PROMPT_LENGTH, pool=name).observe(self._prompt_tokens)
+        if self._computed is not None:
+            registry.histogram(names.COMPUTED_LENGTH, pool=name).observe(self._computed)
         registry.histogram(names.ANSWER_LENGTH, pool=name).observe(self._tokens)
         if self._tokens:
             registry.histogram(names.DECODE, pool=name).observe(self._last_s - self._first_s)
@@ -187,6 +190,7 @@ class SessionMeter:
         registry.value(names.PROMPT_TOKENS, pool=pool).add(self._prompt_tokens)
         if stats is None:
             return
+        self._computed = stats.num_computed_tokens
         registry.value(names.CACHED, pool=pool).add(stats.num_cached_tokens)
         for source, tokens in (
             ("local_compute", stats.num_computed_tokens),

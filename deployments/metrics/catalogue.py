@@ -46,6 +46,9 @@ QUEUE = _histogram("vllm:request_queue_time_seconds", "In the engine, until the 
 PREFILL = _histogram("vllm:request_prefill_time_seconds", "In the engine, from there to the first token.", LATENCY_S)
 DECODE = _histogram("vllm:request_decode_time_seconds", "From the first to the last token.", LATENCY_S)
 PROMPT_LENGTH = _histogram("vllm:request_prompt_tokens", "Tokens of the prompts of ended requests.", TOKENS)
+COMPUTED_LENGTH = _histogram(
+    "vllm:request_prefill_kv_computed_tokens", "Of these, computed: no cache had them.", TOKENS
+)
 ANSWER_LENGTH = _histogram("vllm:request_generation_tokens", "Tokens of ended answers.", TOKENS)
 PROMPT_TOKENS = _ingress("vllm:prompt_tokens", "Prompt tokens, each request once.")
 BY_SOURCE = _ingress(

@@ -91,6 +91,7 @@ def test_a_session_that_moves_has_one_first_token_and_one_end(clock: Clock) -> N
     assert shown(registry, "vllm_request_success") == {("decode-b", "length"): 1}
     assert shown(registry, "vllm_generation_tokens") == {("decode-a",): 2, ("decode-b",): 3}
     assert shown(registry, "vllm_prompt_tokens") == {("decode-a",): 40}
+    assert shown(registry, "vllm_request_prefill_kv_computed_tokens_sum") == {("decode-b",): 24}
     assert shown(registry, "baton_sessions_placed_again") == {("decode-a", "move", "Moved"): 1}
 
 
@@ -128,6 +129,9 @@ def test_where_decode_pulls_the_handoff_is_a_part_of_the_first_token(clock: Cloc
     parts = {part: seconds for (_, part), seconds in shown(registry, "baton_ttft_seconds").items()}
     assert (parts["prefill"], parts["handoff"], parts["delivery"]) == (1.0, 0.5, 0.0)
     assert shown(registry, "baton_ttft_prediction_ratio_count") == {}, "nothing was predicted"
+    session.ended("disaggregated", "length")
+    assert shown(registry, "vllm_request_prompt_tokens_count") == {("a",): 1}
+    assert shown(registry, "vllm_request_prefill_kv_computed_tokens_count") == {}, "its engine did not say"
 
 
 @pytest.mark.parametrize(("overtakes", "gaps"), [(False, {("a",): 0.5}), (True, {})])

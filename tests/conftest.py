@@ -27,7 +27,12 @@ os.environ["LANGSMITH_TRACING"] = os.environ["LANGCHAIN_TRACING_V2"] = "false"
 
 SETTLE_S = 5.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
-ENGINES = ("tests/deployments/engine/", "tests/e2e/", "tests/load_tests/bench/test_transfer.py")
+ENGINES = (
+    "tests/deployments/engine/",
+    "tests/e2e/",
+    "tests/load_tests/bench/test_kv_reuse.py",
+    "tests/load_tests/bench/test_transfer.py",
+)
 
 
 class Lines(LoadScopeScheduling):

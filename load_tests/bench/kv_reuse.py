@@ -22,7 +22,8 @@ are computed each way.
 `gb_per_s`: the reused bytes over what the way takes longer than `cached`, at the medians. `tiers`: what the stores' own
 counters say of their loads, and the digest's share of that time, from its speed alone. `prefill_slowdown`: the time of
 a prefill of `SLOWED_TOKENS` tokens on `prefill` while `target` fetches `FETCHED_TOKENS` tokens from it all the time,
-and computes one, over the same alone; either is first in turn. `answers_equal`: whether all ways gave the same token.
+and computes one: over the same alone, and over the same beside such requests that `target` has cached, so that nothing
+is fetched. Each is first in turn. `answers_equal`: whether all ways gave the same token.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ ENGINES = {
     "disk": "mixed-disk",
 }
 KV_BYTES, TIER_BYTES, MEMCPY_BYTES = 384 << 20, 1 << 30, 256 << 20
+BESIDE = ("alone", "cached", "fetches")
 FETCH_TIMEOUT_S = 60.0
 POLL_S = 0.005
 
@@ -121,27 +123,30 @@ class Bench:
             await self._forget(name)
         return await self._ask(name, second, 1, source)
 
-    async def slowed(self, repeats: int) -> dict[str, float]:
-        """A prefill beside fetches from the same engine, and alone."""
+    async def slowed(self, repeats: int) -> dict[str, dict[str, float]]:
+        """A prefill beside fetches from the same engine, beside as many requests that fetch nothing, and alone."""
         history = prompt(self._rng, FETCHED_TOKENS)
         await self._ask("prefill", history, 1)
-        alone, beside = list[float](), list[float]()
+        taken: dict[str, list[float]] = {beside: [] for beside in BESIDE}
         for turn in range(repeats):
-            for is_beside in (turn % 2 == 0, turn % 2 == 1):
-                fetching = asyncio.create_task(self._fetch_on_and_on(history)) if is_beside else None
+            for beside in (*BESIDE[turn % 3 :], *BESIDE[: turn % 3]):
+                await self._forget("target")
+                other = asyncio.create_task(self._ask_on_and_on(history, beside)) if beside != "alone" else None
                 taken_s, _ = await self._ask("prefill", prompt(self._rng, SLOWED_TOKENS), 1)
-                (beside if is_beside else alone).append(taken_s)
-                if fetching is not None:
-                    fetching.cancel()
-                    await asyncio.gather(fetching, return_exceptions=True)
-                    await self._settled("target")
-        say(f"prefill alone {alone}, beside fetches {beside}")
-        return slowdown(alone, beside)
+                taken[beside].append(taken_s)
+                if other is not None:
+                    other.cancel()
+                    await asyncio.gather(other, return_exceptions=True)
+        say(f"prefill of {SLOWED_TOKENS} tokens, s: {taken}")
+        alone, cached, fetches = (taken[beside] for beside in BESIDE)
+        return {"over_alone": slowdown(alone, fetches), "over_cached": slowdown(cached, fetches)}
 
-    async def _fetch_on_and_on(self, history: Sequence[int]) -> None:
+    async def _ask_on_and_on(self, history: Sequence[int], beside: str) -> None:
         while True:
-            await asyncio.shield(self._ask("target", [*history, *prompt(self._rng, 1)], 1, source="prefill"))
-            await asyncio.shield(self._forget("target"))
+            source = "prefill" if beside == "fetches" else None
+            await asyncio.shield(self._ask("target", [*history, *prompt(self._rng, 1)], 1, source))
+            if source is not None:
+                await asyncio.shield(self._forget("target"))
 
     async def _ask(
         self, name: str, tokens: Sequence[int], answer: int, source: str | None = None

@@ -31,7 +31,7 @@ def test_a_way_is_compared_with_recomputing_and_its_speed_is_what_it_adds_to_a_c
     ratios = of_recomputing(figures)
     assert ratios == {"1000": {"cached": 0.1, "host": 0.15, "disk": 0.4}, "2000": {}}
     assert targets(ratios, None) == {"host_at_most_0.25": True, "disk_at_most_0.4": True}
-    assert targets({"1000": {"fetch_decode": 0.26}}, {"p50": 0.03}) == {
+    assert targets({"1000": {"fetch_decode": 0.26}}, {"over_alone": {"p50": 0.03}}) == {
         "fetch_decode_at_most_0.25": False,
         "prefill_slowed_under_3_percent": False,
     }

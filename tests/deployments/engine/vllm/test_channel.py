@@ -348,13 +348,36 @@ async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path) -> None
         await engines.all_is_free()
 
 
-async def is_back(engines: RealEngines, prompt: list[int], blocks: int) -> None:
-    """Wait until prefill takes prompts again, and the session manager knows which blocks of this one decode caches."""
+async def test_decode_fetches_what_another_decode_replica_has_in_its_cache(model: Path) -> None:
+    """The one that has it takes no prompt that is as long, and there is no prefill replica."""
+    has = pool().model_copy(update={"max_prompt_tokens": 600})
+    async with cluster(model, pool(), pool(), has, fetch=True) as engines:
+        await engines.manager.ask(Drain(PREFILL))
+        for cached in (512, 600):
+            known = prompt(700)
+            await engines.manager.ask(Drain(SMALL))
+            await engines.answer(known[:cached], max_tokens=2)
+            await engines.manager.ask(Drain(SMALL, resume=True))
+            await is_back(engines, known, cached // 32, by=LARGE, waits_for=SMALL)
+            before = await engines.replicas[SMALL].counters()
+            answer = await engines.answer(known, max_tokens=6)
+            after = await engines.replicas[SMALL].counters()
+            assert answer.context.modes == {Mode.DECODE_LOCAL}
+            assert after["blocks_fetched"] - before["blocks_fetched"] == cached // 32
+            assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
+        await engines.manager.ask(Drain(PREFILL, resume=True))
+        await engines.all_is_free()
+
+
+async def is_back(
+    engines: RealEngines, prompt: list[int], blocks: int, by: str = SMALL, waits_for: str = PREFILL
+) -> None:
+    """Wait until a replica takes prompts again, and the session manager knows which blocks of this one `by` caches."""
     allocator, hashes = engines.manager._allocator, chained_hashes(prompt, 32)
 
     async def is_so() -> bool:
         ready = [view.info.replica_id for view in allocator.fleet.view(time.monotonic()).ready]
-        return PREFILL in ready and allocator.predictors.index.hits(hashes).get(SMALL, 0) >= blocks
+        return waits_for in ready and allocator.predictors.index.hits(hashes).get(by, 0) >= blocks
 
     await until(is_so)
 

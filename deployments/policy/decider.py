@@ -14,9 +14,9 @@ from deployments.policy.admission.classes import PriorityClass, PriorityClasses
 from deployments.policy.admission.objectives import times, verdict
 from deployments.policy.chance import Chance
 from deployments.policy.placement.baselines import POLICIES
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.explain import candidates, decision_of, request_of
 from deployments.policy.placement.field import TURN_SHARE, Field, PlacementSettings, claimed, most_tokens
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
 from deployments.policy.placement.place import place
 from deployments.policy.placement.rebalance import saved_s

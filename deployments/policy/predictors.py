@@ -8,7 +8,7 @@ from typing import Any
 
 from deployments.fleet.columns import UNKNOWN
 from deployments.messages import ReplicaInfo, SessionRequest, StepSample
-from deployments.policy.placement.estimates import Knowledge
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.prediction.adapters import AdapterIndex
 from deployments.policy.prediction.answer_length import Length, LengthPredictor
 from deployments.policy.prediction.prefix_index import PrefixIndex

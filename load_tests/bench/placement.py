@@ -15,7 +15,7 @@ replicas. `--sessions` sessions are in flight. Prompts are `PROMPT_BLOCKS` block
 have a prefix. After every decision, and off the clock, an older session ends its prefill, another is closed, and a
 replica reports, with a step, so that rows are made anew as in production. That work is timed apart, as `events_us`.
 `shared_prompt` is the largest fleet again, where all prompts also begin with the same `SHARED_BLOCKS` blocks, which
-every replica has: a system prompt.
+every replica has: a system prompt. With `--fetch`, replicas may fetch cached KV, and every way is weighed with that.
 
 `index_bytes_per_block`: memory of the process that the index took when it was filled, by tracemalloc, over its blocks.
 """
@@ -62,7 +62,9 @@ PRIOR = (4e-3, 3e-5, 1e-9, 2e-5, 5e-9)
 class Cluster:
     """An allocator with a given number of replicas, blocks in its index and sessions in flight."""
 
-    def __init__(self, replicas: int, blocks: int, sessions: int, seed: int, shared: int = 0) -> None:
+    def __init__(
+        self, replicas: int, blocks: int, sessions: int, seed: int, shared: int = 0, fetch: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         engine = MockEngineConfig(block_size=BLOCK)
         pool = PoolConfig(engine=engine)
@@ -70,7 +72,10 @@ class Cluster:
             prefill=pool,
             decode={"small": pool, "large": pool},
             placement=PlacementConfig(
-                classes={"default": ClassConfig(ttft_s=1e6, tpot_s=1e6)}, default_class="default", snapshot_stale_s=1e9
+                classes={"default": ClassConfig(ttft_s=1e6, tpot_s=1e6)},
+                default_class="default",
+                snapshot_stale_s=1e9,
+                fetch=fetch,
             ),
         )
         self.allocator = Allocator(config, self.rng)
@@ -160,7 +165,9 @@ def _info(number: int) -> ReplicaInfo:
     pool = "prefill" if role is Role.PREFILL else ("decode-small", "decode-large")[number % 2]
     blocks = 262_144 if pool == "decode-large" else 131_072
     name = f"replica-{number:04d}"
-    return ReplicaInfo(name, pool, role, "node", "engine", BLOCK, blocks, 16_384, 131_072, (), 2048, 131_072, PRIOR)
+    return ReplicaInfo(
+        name, pool, role, "node", "engine", BLOCK, blocks, 16_384, 131_072, (name,), 2048, 131_072, PRIOR
+    )
 
 
 def measure(cluster: Cluster, decisions: int, collector: Collector) -> dict[str, float]:
@@ -184,17 +191,19 @@ def measure(cluster: Cluster, decisions: int, collector: Collector) -> dict[str,
     }
 
 
-def run(replicas: Sequence[int], blocks: int, sessions: int, decisions: int, seed: int) -> dict[str, Any]:
+def run(
+    replicas: Sequence[int], blocks: int, sessions: int, decisions: int, seed: int, fetch: bool = False
+) -> dict[str, Any]:
     """Measures every size in turn. The index's memory is that of the largest."""
     by_replicas: dict[str, dict[str, float]] = {}
     index_bytes = 0.0
     for count in replicas:
         print(f"{count} replicas: filling", file=sys.stderr)
-        cluster = Cluster(count, blocks, sessions, seed)
+        cluster = Cluster(count, blocks, sessions, seed, fetch=fetch)
         index_bytes = cluster.index_bytes
         by_replicas[str(count)] = _warm_and_measure(cluster, decisions)
         print(f"{count} replicas: {by_replicas[str(count)]}", file=sys.stderr)
-    cluster = Cluster(max(replicas), blocks, sessions, seed, SHARED_BLOCKS)
+    cluster = Cluster(max(replicas), blocks, sessions, seed, SHARED_BLOCKS, fetch)
     shared = _warm_and_measure(cluster, decisions)
     print(f"{max(replicas)} replicas, a shared system prompt: {shared}", file=sys.stderr)
     return {"by_replicas": by_replicas, "shared_prompt": shared, "index_bytes_per_block": round(index_bytes, 1)}
@@ -214,11 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the prefix index")
     parser.add_argument("--sessions", type=int, default=10_000, help="sessions in flight")
     parser.add_argument("--decisions", type=int, default=5000, help="decisions measured at each size")
+    parser.add_argument("--fetch", action="store_true", help="replicas may fetch cached KV from others")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     sizes = [int(size) for size in options.replicas.split(",")]
-    result = run(sizes, options.blocks, options.sessions, options.decisions, options.seed)
-    asked = {"blocks": options.blocks, "sessions": options.sessions, "decisions": options.decisions}
+    result = run(sizes, options.blocks, options.sessions, options.decisions, options.seed, options.fetch)
+    asked = {name: getattr(options, name) for name in ("blocks", "sessions", "decisions", "fetch")}
     print(json.dumps({"benchmark": "placement", "conditions": conditions() | asked, **result}))
 
 

@@ -155,4 +155,5 @@ def _info(replica_id: str, deployment: str, pool: Pool, max_model_len: int, bloc
         kv_bytes_per_token=int(pool.profile.kv_bytes_per_token),
         prior=tuple(pool.profile.guess),
         strict=pool.strict,
+        endpoints=(replica_id,),
     )

@@ -44,6 +44,17 @@ class BlockMemory:
             count += 1
         return count
 
+    def bring(self, hashes: Sequence[int]) -> None:
+        """Blocks have come from another replica's cache. They stay as far as there is room beside those in use."""
+        room = self.total - self.used
+        new = [block for block in hashes if block not in self._holders and block not in self._idle][:room]
+        for block in hashes:
+            if block in self._idle:
+                self._idle.move_to_end(block)
+        self._idle.update(dict.fromkeys(reversed(new)))  # the end of a prompt is evicted first
+        _note(new, self._stored, self._removed)
+        self.grow(0)
+
     def allocate(self, work: Work, tokens: int, reserve: int = 0) -> bool:
         """Take blocks for the first `tokens` tokens of a sequence that holds none, cached ones first. False: no room.
 

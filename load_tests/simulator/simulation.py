@@ -3,9 +3,9 @@
 The allocators are the production ones, and are called as the session manager calls them. `open` is called on arrival.
 `answers` is called after every event that may have freed something, and at the next deadline. `prefill_done` and
 `close` are called when a replica reaches that point. A session's life is as in ARCHITECTURE.md: decode allocates its
-blocks and offers them, prefill computes and writes, the first token goes to the client at once, and decode continues
-when the KV has landed. A session that an allocator moves stops at the end of a step, is placed again, and continues
-when its KV has landed on the new owner. Not simulated: failures, cancelled requests, timeouts of sessions.
+blocks and offers them, prefill fetches, computes and writes, the first token goes to the client at once, and decode
+continues when the KV has landed. A session that an allocator moves stops at the end of a step, is placed again, and
+continues when its KV has landed on the new owner. Not simulated: failures, cancelled requests, timeouts of sessions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from deployments.messages import Admit, Placement, Reject, SessionRequest
 from deployments.policy.placement.split import ANY
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options, configuration, nodes
+from load_tests.simulator.fetches import Fetches
 from load_tests.simulator.ingress import Allocating, Ingress, Manager, Reports, ingresses
 from load_tests.simulator.links import landed_s
 from load_tests.simulator.metrics import Classes, Record, class_of
@@ -69,6 +70,7 @@ class Simulation:
         ]
         self._ingresses = ingresses(managers, self._calendar, options, self._answered)
         self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options, self._give_up)
+        self._fetches = Fetches(self._calendar, self.nodes, trace.block_tokens, self._submit)
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
         self._begin_s = options.snapshot_delay_s + 1e-3
         self._sessions: dict[str, Session] = {}
@@ -190,11 +192,12 @@ class Simulation:
     # ---- replicas
 
     def _start(self, session: Session) -> None:
-        session.owner.replica.submit(session.answer, self._calendar.now_s)
-        self._touched(session.owner)
-        if session.helper is not None and session.prefill is not None:
-            session.helper.replica.expect(session.prefill)
-            session.helper.reporter.changed = True
+        if session.helper is None or session.prefill is None:
+            self._fetches.begin(session.placement.fetch, session.owner, session.answer)
+            return
+        self._submit(session.owner, session.answer)
+        session.helper.replica.expect(session.prefill)
+        session.helper.reporter.changed = True
 
     def _touched(self, node: Node) -> None:
         """A replica was given something. It has news, and its next boundary may be earlier."""
@@ -233,8 +236,11 @@ class Simulation:
             self._send(session, Chunk(work, 0, work.context, now_s))
             self._calendar.at(max(session.landed_s, now_s), self._land, session)
             return
-        session.helper.replica.submit(work, now_s)
-        self._touched(session.helper)
+        self._fetches.begin(session.placement.fetch, session.helper, work)
+
+    def _submit(self, node: Node, work: Work) -> None:
+        node.replica.submit(work, self._calendar.now_s)
+        self._touched(node)
 
     def _send(self, session: Session, chunk: Chunk) -> None:
         """Send a chunk's KV, without the part that decode has in its cache."""

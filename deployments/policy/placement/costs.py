@@ -9,6 +9,7 @@ import numpy as np
 
 from deployments.fleet.columns import Codes, Flags, Numbers
 from deployments.policy.placement.estimates import TINY_S
+from deployments.policy.placement.fetch import displaced_s
 from deployments.policy.placement.field import Field
 
 FULL = 0.98
@@ -52,12 +53,14 @@ class Costs:
         """What `prefill_s` adds up, by name."""
         weights, outlook = self._weights, self._outlook
         queue_s, prefill_s = outlook.queue_s, outlook.prefill_s
-        ttft_s = queue_s + prefill_s
+        ttft_s = outlook.ahead_s + prefill_s
         yield "first_token", weights.ttft * ttft_s
         yield "answers_beside", weights.others * (outlook.answers * outlook.beside_s)
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
         yield "later_prompts", weights.later * later * prefill_s * (queue_s + prefill_s / 2)
         yield "arriving_answers", weights.others * outlook.moves_per_s * prefill_s * self.landing_s
+        if outlook.fetches:
+            yield "displaced_cache", weights.later * displaced_s(outlook)
         if self._here.view.waiting:
             yield "waiting_requests", self.held_up * outlook.beside_s
         if self._here.knowledge.adapter_s:

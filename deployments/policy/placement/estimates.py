@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 
@@ -13,6 +12,8 @@ import numpy as np
 from deployments.fleet.columns import Codes, Columns, Kind, Numbers
 from deployments.fleet.flow import WINDOW_S
 from deployments.messages import SessionRequest
+from deployments.policy.placement.fetch import Fetched, fetched
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.step_size import LEAST_SHARE, PROMPT_SHARE, STEADY
 from deployments.step_cost import Coefficients
 
@@ -34,32 +35,13 @@ Number = Callable[[Coefficients, Kind, int], float]
 """A number of a kind of replicas, by how many of the prompt's tokens are cached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Knowledge:
-    """What is known when a request arrives. All of it may be empty: then only memory and counts decide.
-
-    `hits`: leading blocks of the prompt in a replica's prefix cache, by replica id. `output_tokens`: the expected
-    length of the answer. `trusted`: the pools whose step times were learned. `pinned`: the replicas that the request's
-    affinity names. `link_bytes_per_s`: between two replicas; 0 where it is not known.
-    `adapter_on`: the replicas that have its LoRA adapter. `adapter_s`: seconds to load that on another; 0: it needs
-    none.
-    """
-
-    hits: Mapping[str, int] = field(default_factory=dict)
-    output_tokens: float = 0.0
-    trusted: frozenset[str] = frozenset()
-    pinned: frozenset[str] = frozenset()
-    link_bytes_per_s: float = 0.0
-    adapter_on: frozenset[str] = frozenset()
-    adapter_s: float = 0.0
-
-
 class Outlook:
     """One request on every replica. All columns have a row per replica; units are tokens and seconds.
 
     A number that depends only on the kind of replica is computed once per kind. `hit_rows`: the replicas that have some
     of the prompt in their caches. `hit_tokens`: how much each of them has. With a system prompt that all conversations
-    share, that is nearly every replica. `prompt_share`: as in the configuration.
+    share, that is nearly every replica. `prompt_share`: as in the configuration. `may_fetch`: a replica may fetch what
+    another one's cache has; then what is left to compute counts.
     """
 
     def __init__(
@@ -69,9 +51,10 @@ class Outlook:
         knowledge: Knowledge,
         now_s: float,
         prompt_share: float = PROMPT_SHARE,
+        may_fetch: bool = False,
     ) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
-        self._prompt_share = prompt_share
+        self._prompt_share, self._may_fetch = prompt_share, may_fetch
         self.hit_rows, self.hit_tokens = self._find_hits(knowledge.hits) if knowledge.hits else (NO_ROWS, NO_TOKENS)
 
     def _find_hits(self, hits: Mapping[str, int]) -> tuple[Codes, Numbers]:
@@ -101,6 +84,21 @@ class Outlook:
         return seconds
 
     @cached_property
+    def fetches(self) -> tuple[Fetched, ...]:
+        """Where a part of the prompt would be fetched."""
+        return tuple(fetched(self)) if self._may_fetch and self.hit_rows.size else ()
+
+    @cached_property
+    def ahead_s(self) -> Numbers:
+        """Seconds until the prompt's turn: those before it are computed, and what it fetches meanwhile is there."""
+        if not self.fetches:
+            return self.queue_s
+        seconds = self.queue_s.copy()
+        for each in self.fetches:
+            seconds[each.rows] = np.maximum(seconds[each.rows], each.takes_s)
+        return seconds
+
+    @cached_property
     def loading_s(self) -> Numbers:
         """Seconds to load the request's adapter where a replica does not have it."""
         if not self.knowledge.adapter_s:
@@ -111,8 +109,17 @@ class Outlook:
 
     @cached_property
     def beside_s(self) -> Numbers:
-        """Seconds that the part of the prompt that is not cached adds to the steps that compute it."""
-        return self._column(self._beside_s)
+        """Seconds that the part of the prompt that is computed adds to the steps that compute it."""
+        return self._column(self._beside_s) if self.fetches else self.whole_beside_s
+
+    @cached_property
+    def whole_beside_s(self) -> Numbers:
+        """The same where nothing is fetched."""
+        return self._cached_column(self._beside_s)
+
+    def beside_from(self, cached_tokens: int) -> Numbers:
+        """The same where each replica has so much of the prompt."""
+        return self._column_at(self._beside_s, cached_tokens)
 
     @cached_property
     def prefill_s(self) -> Numbers:
@@ -230,7 +237,18 @@ class Outlook:
         return -(-(self.request.prompt_tokens - cached_tokens) // kind.chunk_tokens)
 
     def _column(self, number: Number) -> Numbers:
-        column = self.columns.of_kinds(lambda steps, kind: number(steps, kind, 0))
+        column = self._cached_column(number)
+        for each in self.fetches:
+            column[each.rows] = self._column_at(number, each.tokens)[each.rows]
+        return column
+
+    def _column_at(self, number: Number, cached_tokens: int) -> Numbers:
+        """A number where each replica has so much of the prompt."""
+        return self.columns.of_kinds(lambda steps, kind: number(steps, kind, cached_tokens))
+
+    def _cached_column(self, number: Number) -> Numbers:
+        """A number by what each replica has in its own cache."""
+        column = self._column_at(number, 0)
         if self.hit_rows.size:
             column[self.hit_rows] = self._of_hits(number)
         return column

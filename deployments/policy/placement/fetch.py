@@ -1,11 +1,22 @@
-"""Whether the replica that computes a prompt first fetches a part of it from another replica's cache. Pure."""
+"""Which prompts would be fetched in part from another replica's cache, and what that takes and saves. Pure.
+
+Of the replicas of one engine, the one that has most of the prompt is the source for all others. So what a fetch saves
+is a column like any other, and every way is weighed with it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from deployments.fleet.columns import Codes, Flags, Numbers
 from deployments.messages import FetchPlan
-from deployments.policy.placement.field import Field
+
+if TYPE_CHECKING:
+    from deployments.policy.placement.estimates import Outlook
 
 FETCH_S = 0.02
 """What a fetch costs besides its bytes: messages, and the steps of the engine that go by until its request runs."""
@@ -13,29 +24,79 @@ LINK_BYTES_PER_S = 1e9
 """What two replicas are taken to exchange until a write between two has been measured."""
 LEAST_TIMEOUT_S = 0.1
 """The shortest time that a fetch gets."""
+DISPLACED = 4.0
+"""What a fetched copy costs, as a multiple of the seconds that it spares: it takes the place of other KV.
+
+Without that cost, prompts that many replicas may fetch are soon on all of them, and a busy fleet computes more. The
+number is measured (docs/benchmarks/policies.md).
+"""
+SOURCES = 8
+"""The most replicas that are looked at as a source."""
 
 
-def fetch_plan(here: Field, row: int) -> FetchPlan | None:
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The replicas in `rows` would have `tokens` of the prompt once they have fetched from the one in `source`.
+
+    `takes_s`: by row, until the KV is there. `spares_s`: by row, the seconds of computing that it saves.
+    """
+
+    source: int
+    tokens: int
+    rows: Codes
+    takes_s: Numbers
+    spares_s: Numbers
+
+
+def fetched(outlook: Outlook) -> Iterator[Fetched]:
+    """For each engine that several replicas run: what they would fetch, where that takes less time than computing."""
+    columns = outlook.columns
+    for same in columns.by_engine():
+        if (source := _source(outlook, same)) is None:
+            continue
+        tokens = outlook.cached_on(source)
+        able = same & columns.ready & columns.decodes
+        rows = np.flatnonzero(able & (tokens - outlook.cached_tokens >= columns["block_size"]))
+        brought = tokens - outlook.cached_tokens[rows]
+        link = outlook.knowledge.link_bytes_per_s or LINK_BYTES_PER_S
+        takes_s = FETCH_S + brought * columns["kv_bytes_per_token"][rows] / link
+        spares_s = outlook.whole_beside_s[rows] - outlook.beside_from(tokens)[rows]
+        pays = takes_s < spares_s
+        if pays.any():
+            yield Fetched(source, tokens, rows[pays], takes_s[pays], spares_s[pays])
+
+
+def _source(outlook: Outlook, same: Flags | np.bool_) -> int | None:
+    """The replica that has most of the prompt and lends it; of several, the one that moves the fewest bytes now.
+
+    Engines of several workers do not lend.
+    """
+    columns, hits = outlook.columns, outlook.hit_rows
+    able = hits[(same & columns.ready)[hits]]
+    order = np.lexsort((outlook.link_load[able], -outlook.cached_tokens[able]))
+    for row in able[order[:SOURCES]]:
+        if len(columns.info(int(row)).endpoints) == 1:
+            return int(row)
+    return None
+
+
+def displaced_s(outlook: Outlook) -> Numbers:
+    """Seconds of later requests, by row, because what it would fetch takes the place of other KV; see `DISPLACED`."""
+    seconds = np.zeros(len(outlook.columns.ready))
+    for each in outlook.fetches:
+        seconds[each.rows] = DISPLACED * each.spares_s
+    return seconds
+
+
+def fetch_plan(outlook: Outlook, row: int) -> FetchPlan | None:
     """What the replica in `row` fetches before it computes the request's prompt; None where computing is cheaper.
 
-    A fetch may last as long as computing would take what it saves. The source is the replica that has most of the
-    prompt; of several, the one that moves the fewest bytes now. Engines of several workers do not lend.
+    A fetch may last as long as computing would take what it saves.
     """
-    outlook, columns, target = here.outlook, here.columns, here.columns.info(row)
-    if not here.settings.fetches or not target.decodes or not outlook.hit_rows.size:
-        return None
-    have, prompt = outlook.cached_on(row), here.request.prompt_tokens
-    lends = columns.ready[outlook.hit_rows] & (outlook.hit_rows != row)
-    lends &= columns.fingerprint[outlook.hit_rows] == columns.fingerprint[row]
-    rows, tokens = outlook.hit_rows[lends], outlook.hit_tokens[lends]
-    if not rows.size or tokens.max() < have + target.block_size:
-        return None
-    most = rows[tokens == tokens.max()]
-    source = columns.info(int(most[np.argmin(outlook.link_load[most])]))
-    brought = min(int(tokens.max()), prompt - 1) - have
-    computed_s = float(outlook.prefill_s[row]) * brought / max(1, prompt - have)
-    link = here.knowledge.link_bytes_per_s or LINK_BYTES_PER_S
-    cost_s = FETCH_S + brought * target.kv_bytes_per_token / link
-    if len(source.endpoints) != 1 or cost_s >= computed_s:
-        return None
-    return FetchPlan(source, have + brought, max(LEAST_TIMEOUT_S, computed_s), computed_s - cost_s)
+    for each in outlook.fetches:
+        at = np.flatnonzero(each.rows == row)
+        if at.size:
+            spares_s, takes_s = float(each.spares_s[at[0]]), float(each.takes_s[at[0]])
+            timeout_s = max(LEAST_TIMEOUT_S, spares_s / float(outlook.share[row]))
+            return FetchPlan(outlook.columns.info(each.source), each.tokens, timeout_s, spares_s - takes_s)
+    return None

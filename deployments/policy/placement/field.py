@@ -18,7 +18,8 @@ from deployments.fleet.columns import Columns, Flags
 from deployments.fleet.view import View
 from deployments.messages import Mode, ReplicaInfo, Role, SessionRequest
 from deployments.policy.chance import Chance
-from deployments.policy.placement.estimates import Knowledge, Outlook
+from deployments.policy.placement.estimates import Outlook
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.memory.blocks import blocks_for
@@ -79,7 +80,7 @@ class Field:
         self.request, self.view, self.settings, self.knowledge = request, view, settings, knowledge
         self.rng, self.objectives = rng, objectives
         self.columns = view.columns
-        self.outlook = Outlook(request, self.columns, knowledge, view.now_s, settings.prompt_share)
+        self.outlook = Outlook(request, self.columns, knowledge, view.now_s, settings.prompt_share, settings.fetches)
         self.modes = _modes(request, settings)
 
     @cached_property

@@ -66,7 +66,7 @@ def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placemen
     helper = None if choice.helper is None else here.columns.info(choice.helper)
     prefiller = choice.owner if choice.helper is None else choice.helper
     is_whole_on_prefill = mode is Mode.PREFILL_LOCAL
-    fetch = None if reason == MOVED else fetch_plan(here, prefiller)
+    fetch = None if reason == MOVED else fetch_plan(here.outlook, prefiller)
     return Placement(
         session_id=here.request.session_id,
         epoch=1,
@@ -78,21 +78,19 @@ def _placement(here: Field, mode: Mode, reason: str, choice: Choice) -> Placemen
         handoff_timeout_s=here.settings.handoff_timeout_s,
         session_timeout_s=here.settings.session_timeout_s,
         cached_tokens=fetch.tokens if fetch else here.outlook.cached_on(prefiller),
-        forecast=_forecast(
-            here, choice.owner, prefiller, computes=reason != MOVED, saved_s=fetch.saved_s if fetch else 0
-        ),
+        forecast=_forecast(here, choice.owner, prefiller, computes=reason != MOVED),
         tpot_s=here.objectives[1] if here.objectives[1] < np.inf else 0.0,
         fetch=fetch,
     )
 
 
-def _forecast(here: Field, owner: int, prefiller: int, computes: bool, saved_s: float = 0.0) -> Forecast:
+def _forecast(here: Field, owner: int, prefiller: int, computes: bool) -> Forecast:
     """The times expected of a choice, from the numbers that it was made by.
 
-    `computes`: the prompt is computed; a session that moves has it already. `saved_s`: by a fetch.
+    `computes`: the prompt is computed; a session that moves has it already.
     """
     outlook = here.outlook
-    queue_s, prefill_s = float(outlook.queue_s[prefiller]), float(outlook.prefill_s[prefiller]) - saved_s
+    queue_s, prefill_s = float(outlook.ahead_s[prefiller]), float(outlook.prefill_s[prefiller])
     if not computes:
         queue_s = prefill_s = 0.0
     transfer_s = 0.0

@@ -13,7 +13,7 @@ from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Admit, Mode, Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.decider import Decider, OpenSession, Tried, settings_of
-from deployments.policy.placement.estimates import Knowledge
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.step_cost import Coefficients
 
 TRUSTED = Knowledge(trusted=frozenset({"decode-small"}))

@@ -15,8 +15,8 @@ from deployments.messages import Mode, Phase, ReplicaInfo, ReplicaSnapshot, Rese
 from deployments.policy.admission.breakers import FIRST_S, Breakers
 from deployments.policy.decider import Decider, OpenSession
 from deployments.policy.moves import Moves
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import PlacementSettings
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
 from deployments.policy.placement.rebalance import REST_S
 from deployments.policy.placement.split import ANY

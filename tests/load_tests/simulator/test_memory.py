@@ -26,6 +26,22 @@ def freed(memory: BlockMemory, one: Work) -> None:
     memory.release(one, memory.blocks_for(one.target))
 
 
+def test_what_comes_from_another_replica_is_found_and_goes_as_what_was_computed() -> None:
+    memory = BlockMemory(6, BLOCK)
+    memory.bring((1, 2, 3))
+    assert (memory.used, memory.idle) == (0, 3)
+    assert memory.changes() == ((1, 2, 3), ())
+    first = work("a", (1, 2, 3))
+    assert computed(memory, first)
+    assert first.cached_tokens == 3 * BLOCK
+    memory.bring((1, 2, 3, 4, 5, 6, 7))
+    assert (memory.used, memory.idle) == (4, 2), "there is room for two"
+    freed(memory, first)
+    other = work("b", (1, 2, 3, 4, 5))
+    assert computed(memory, other)
+    assert other.cached_tokens == 5 * BLOCK
+
+
 def test_what_one_computed_another_finds() -> None:
     memory = BlockMemory(10, BLOCK)
     first, second = work("a", (1, 2, 3)), work("b", (1, 2, 4))

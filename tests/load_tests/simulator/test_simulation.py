@@ -75,6 +75,16 @@ def test_sessions_that_move_are_answered_to_the_end_once_and_all_memory_is_free(
     assert times[0] > times[1], "a move takes time"
 
 
+def test_what_a_replica_fetches_is_computed_once_and_all_memory_is_free() -> None:
+    trace = synthetic.agents(3.0, 150, seed=2)
+    with_it, without = (simulate(trace, placement=(("fetch", fetch),)) for fetch in (True, False))
+    for result in (with_it, without):
+        assert not any(record.refused for record in result.records)
+        assert (len(result.records), result.blocks_in_use) == (150, 0)
+    cached = [sum(record.cached_blocks for record in each.records) for each in (with_it, without)]
+    assert cached[0] > cached[1]
+
+
 def test_answers_that_crowd_on_one_replica_move_and_all_end_sooner() -> None:
     """A prompt a second: some answers go where no prompt is, until all prompts are computed."""
     trace = Trace("herd", 128, tuple(TraceRequest(number, 200, 400) for number in range(12)))

@@ -12,8 +12,8 @@ from deployments.fleet.view import FleetView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.baselines import POLICIES, OneByOne, RoundRobin
 from deployments.policy.placement.choice import Policy
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings
+from deployments.policy.placement.knowledge import Knowledge
 
 LOADS = {"d0": (30, 5, 2000.0), "d1": (240, 1, 100.0), "d2": (30, 3, 500.0)}
 

@@ -10,7 +10,8 @@ import pytest
 
 from deployments.fleet.columns import Columns, ReplicaView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
-from deployments.policy.placement.estimates import Knowledge, Outlook
+from deployments.policy.placement.estimates import Outlook
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
 from deployments.step_cost import Coefficients
 

@@ -13,10 +13,10 @@ from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.decider import OpenSession
 from deployments.policy.placement.choice import near_s
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.explain import MOST, candidates, decision_of, request_of
 from deployments.policy.placement.field import Field, PlacementSettings
 from deployments.policy.placement.joint import CANDIDATES, Joint
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.split import ANY
 from deployments.step_cost import Coefficients
 from tests.deployments.policy.placement.test_joint import Asking, idle_field, sweep

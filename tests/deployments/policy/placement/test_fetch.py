@@ -12,11 +12,11 @@ import pytest
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import LiveView
 from deployments.messages import Admit, Placement, Role
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.explain import decision_of
 from deployments.policy.placement.fetch import FETCH_S, LEAST_TIMEOUT_S
 from deployments.policy.placement.field import Field
 from deployments.policy.placement.joint import Joint
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.place import place
 from deployments.step_cost import Coefficients
 from tests.deployments.policy.placement.test_place import SETTINGS, ask, fleet_of, prefill, replica, strict_prefill
@@ -55,10 +55,11 @@ def test_what_decode_has_is_fetched_by_prefill() -> None:
     assert fetching.fetch is not None
     assert (fetching.fetch.source.replica_id, fetching.fetch.tokens) == ("d0", 3200)
     assert fetching.cached_tokens == 3200
-    saved_s = 0.8 * without.forecast.prefill_s - FETCH_S - 3200 * 1000 / 1e9
-    assert fetching.fetch.saved_s == pytest.approx(saved_s)
-    assert fetching.forecast.prefill_s == pytest.approx(without.forecast.prefill_s - saved_s)
-    assert fetching.fetch.timeout_s == pytest.approx(max(LEAST_TIMEOUT_S, 0.8 * without.forecast.prefill_s))
+    spares_s, takes_s = STEPS.beside_s(PROMPT, 0) - STEPS.beside_s(PROMPT, 3200), FETCH_S + 3200 * 1000 / 1e9
+    assert fetching.fetch.saved_s == pytest.approx(spares_s - takes_s)
+    assert without.forecast.prefill_s - fetching.forecast.prefill_s == pytest.approx(spares_s, rel=0.05)
+    assert fetching.forecast.queue_s == pytest.approx(takes_s), "it is fetched before it is computed"
+    assert max(LEAST_TIMEOUT_S, spares_s) <= fetching.fetch.timeout_s < 1.5 * spares_s
 
 
 def test_a_prompt_that_is_cached_to_its_end_leaves_the_last_token() -> None:
@@ -89,6 +90,53 @@ def test_the_longest_part_counts() -> None:
     fetching = placed(hits, prefill(total=1000), *(decode(name) for name in hits))
     assert fetching.fetch is not None
     assert fetching.fetch.source.replica_id == "d1"
+
+
+@pytest.mark.parametrize(
+    ("backlog_tokens", "fetches", "chosen", "source"),
+    [
+        (10, True, "p0", None),
+        (1000, True, "p0", None),
+        (1000, False, "p1", None),
+        (2000, True, "p1", "p0"),
+    ],
+    ids=["nearly idle", "a queue", "a queue, off", "a long queue"],
+)
+def test_a_fetch_counts_where_the_replica_is_chosen(
+    backlog_tokens: int, fetches: bool, chosen: str, source: str | None
+) -> None:
+    """One of two prefill replicas has most of the prompt, and prompts wait there: 1,000 tokens for a second.
+
+    A copy costs more than the shorter queue. Without fetches, no cost of a copy is known.
+    """
+    behind = prefill("p0", total=1000, backlog_tokens=backlog_tokens)
+    settings = replace(FETCHES, fetches=fetches)
+    placement = placed({"p0": 200}, behind, prefill("p1", total=1000), decode(), settings=settings)
+    assert placement.prefill is not None
+    assert placement.prefill.replica_id == chosen
+    assert (placement.fetch.source.replica_id if placement.fetch else None) == source
+
+
+def test_a_fetch_takes_no_time_behind_prompts_that_take_longer() -> None:
+    queue = prefill(total=1000, backlog_tokens=500)
+    fetching = placed({"d0": 200}, queue, decode())
+    assert fetching.fetch is not None
+    assert fetching.forecast.queue_s == pytest.approx(0.5)
+    assert fetching.forecast.ttft_s == pytest.approx(0.5 + fetching.forecast.prefill_s)
+
+
+def test_each_engine_has_a_source_of_its_own() -> None:
+    other = {"fingerprint": "another"}
+    views = (
+        prefill("p0", total=1000),
+        decode("d0"),
+        with_address(prefill("p1", total=1000, backlog_tokens=9000), **other),
+        with_address(decode("d1"), **other),
+    )
+    fetching = placed({"d0": 150, "d1": 220}, *views)
+    assert fetching.prefill is not None
+    assert fetching.fetch is not None
+    assert (fetching.prefill.replica_id, fetching.fetch.source.replica_id) == ("p0", "d0")
 
 
 def test_explain_names_the_source() -> None:

@@ -7,8 +7,8 @@ import random
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings, claimed, takes
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
 
 REQUEST = SessionRequest("a", 160, 160)

@@ -21,9 +21,10 @@ from deployments.messages import ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement import joint
 from deployments.policy.placement.choice import Choice, near_s
 from deployments.policy.placement.costs import Costs
-from deployments.policy.placement.estimates import MANY, Knowledge, Outlook
+from deployments.policy.placement.estimates import MANY, Outlook
 from deployments.policy.placement.field import Field, PlacementSettings
 from deployments.policy.placement.joint import CANDIDATES, Joint, has_spare_steps
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.split import ANY
 from deployments.step_cost import Coefficients
 from load_tests.bench.placement import Cluster

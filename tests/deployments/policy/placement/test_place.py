@@ -27,9 +27,9 @@ from deployments.messages import (
     Role,
     SessionRequest,
 )
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings, claimed
 from deployments.policy.placement.joint import Joint
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
 from deployments.policy.placement.place import place as place_by
 from deployments.policy.placement.split import ANY

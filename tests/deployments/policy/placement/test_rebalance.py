@@ -9,8 +9,8 @@ from typing import Any
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import ReplicaInfo, Role, SessionRequest
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.rebalance import LOOK_EVERY_S, LOOKS_PER_S, Looks, candidate, saved_s
 from deployments.policy.placement.relief import Running
 from deployments.policy.placement.split import ANY

@@ -8,8 +8,8 @@ from dataclasses import replace
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView
 from deployments.messages import Queue, Reject, ReplicaInfo, Role, SessionRequest
-from deployments.policy.placement.estimates import Knowledge
 from deployments.policy.placement.field import Field, PlacementSettings
+from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.shortfall import owner_shortfall, pair_shortfall, shortfall
 
 

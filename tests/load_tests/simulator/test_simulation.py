@@ -11,6 +11,7 @@ import pytest
 from configs.schema import BatonConfig
 from deployments.messages import ReplicaSnapshot
 from deployments.policy.allocator import Allocator
+from deployments.policy.placement import fetch as fetch_costs
 from deployments.policy.placement.baselines import POLICIES
 from load_tests.simulator import synthetic
 from load_tests.simulator.cluster import Options
@@ -75,7 +76,8 @@ def test_sessions_that_move_are_answered_to_the_end_once_and_all_memory_is_free(
     assert times[0] > times[1], "a move takes time"
 
 
-def test_what_a_replica_fetches_is_computed_once_and_all_memory_is_free() -> None:
+def test_what_a_replica_fetches_is_computed_once_and_all_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_costs, "DISPLACED", 0.0)  # so that much is fetched
     trace = synthetic.agents(3.0, 150, seed=2)
     with_it, without = (simulate(trace, placement=(("fetch", fetch),)) for fetch in (True, False))
     for result in (with_it, without):

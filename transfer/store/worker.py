@@ -19,7 +19,9 @@ from transfer.store.refs import BlockRef, StoreError
 logger = logging.getLogger("baton.store")
 
 QUEUED_JOBS = 256
-CLOSE_S = 10.0
+CLOSE_S = 15.0
+DRAIN_S = 10.0
+"""Of that, the time in which a closed worker brings what its host tier has down to its disk tier."""
 
 
 @dataclass(slots=True)
@@ -122,7 +124,7 @@ class StoreWorker:
         return self._store.counters() | {"open_jobs": open_jobs}
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Give up what waits but deletes, end what runs, and close the store; idempotent.
+        """Give up what waits but deletes, end what runs, drain the host tier, and close the store; idempotent.
 
         Loads and stores that waited have results without a block. Returns whether the thread has ended. One that has
         not, because the disk hangs, is logged and left; it may still read and write its job's blocks.
@@ -157,6 +159,7 @@ class StoreWorker:
                 self._report(job, self._do(job))
             for job in (*self._loads, *self._others):
                 self._report(job, self._do(job) if job.kind is _Kind.DELETE else [False] * len(job.blocks))
+            self._store.drain(DRAIN_S)
         except BaseException as error:
             self._error, self._news = error, True  # the engine's thread raises it from take_results
             self._on_news()

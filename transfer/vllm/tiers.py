@@ -108,16 +108,18 @@ def _leading_of(results: StoreResults) -> dict[str, int]:
     return {request_id: sum(1 for _ in takewhile(bool, done)) for request_id, done in results.loaded.items()}
 
 
-def open_tiers(settings: Mapping[str, Any] | None, layout: KVLayout, caches: Sequence[torch.Tensor]) -> Tiers | None:
+def open_tiers(
+    settings: Mapping[str, Any] | None, layout: KVLayout, caches: Sequence[torch.Tensor], weights: Callable[[], str]
+) -> Tiers | None:
     """The tiers of a worker with these KV caches; None where `settings` has none.
 
-    `settings`: `host_bytes`, and `disk_path` and `disk_bytes` or None. Raises OSError where there is no memory for the
-    host tier.
+    `settings`: `host_bytes`, and `disk_path` and `disk_bytes` or None. `weights`: names the weights. Raises OSError
+    where there is no memory for the host tier.
     """
     if not settings:
         return None
     memory: BlockMemory = HostMemory(layout) if layout.device == "cpu" else TensorMemory(caches)
     place = {"rank": layout.rank, "workers": layout.workers, "layers": layout.num_layers, "bytes": memory.block_bytes}
-    fingerprint = json.dumps({**layout.facts, **place}, sort_keys=True)
+    fingerprint = json.dumps({**layout.facts, **place, "weights": weights()}, sort_keys=True)
     disk = DiskConfig(Path(settings["disk_path"]), settings["disk_bytes"]) if settings["disk_path"] else None
     return Tiers(BlockStore(memory, StoreConfig(fingerprint, settings["host_bytes"], disk)))

@@ -22,6 +22,7 @@ from transfer.vllm.continued_answer import count_answered
 from transfer.vllm.scheduler_side import ABORTED
 from transfer.vllm.step_messages import StepMetadata, WorkerMetadata
 from transfer.vllm.tiers import Tiers, open_tiers
+from transfer.vllm.weights import weights_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +66,10 @@ class WorkerSide:
             tracer(extra["trace_dir"], name),
             Limits(**extra["limits"]),
         )
-        self.tiers = open_tiers(extra["tiers"], layout, list(kv_caches.values()))
+        model = self._vllm_config.model_config
+        self.tiers = open_tiers(
+            extra["tiers"], layout, list(kv_caches.values()), lambda: weights_of(model.model, model.revision)
+        )
 
     @property
     def channel(self) -> Channel:

@@ -39,6 +39,8 @@ from deployments.engine.vllm.outputs import OutputsDecoder, Seen, Unread, passed
 from deployments.messages import CacheChange, HeldAdapters, Role, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 
+TIERS_SHUTDOWN_S = 20.0
+"""How long the processes of an engine with KV tiers get to end: longer than vLLM gives them, so that tiers drain."""
 RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a call
 EXIT_S = 1.0  # the longest that a dead engine's process takes to end
 
@@ -194,7 +196,8 @@ class VllmEngine:
     async def shutdown(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            await asyncio.get_running_loop().run_in_executor(None, client.shutdown)
+            timeout_s = TIERS_SHUTDOWN_S if self._arguments.tiers() else None
+            await asyncio.get_running_loop().run_in_executor(None, client.shutdown, timeout_s)
         self._events.close()
 
     @property

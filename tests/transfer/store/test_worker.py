@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.transfer.store.conftest import BLOCK_BYTES, Cache, keys_of
+from tests.transfer.store.conftest import BLOCK_BYTES, Cache, disk_config, keys_of
 from transfer.store.block_memory import HostMemory
 from transfer.store.block_store import BlockStore
 from transfer.store.config import StoreConfig
@@ -221,3 +223,20 @@ def test_what_is_lent_comes_back_when_the_copy_fails(make_asked: Callable[..., A
     with pytest.raises(StoreError):
         asked.worker.take_results()
     assert not lent.out
+
+
+def test_what_the_host_tier_has_is_on_the_disk_after_the_end(
+    cache: Cache, tmp_path: Path, make_store: Callable[..., BlockStore]
+) -> None:
+    keys, config = keys_of("a", 3), StoreConfig("model", 8 * BLOCK_BYTES, disk_config(tmp_path, 8))
+    for block, key in enumerate(keys):
+        cache.write(block, key)
+    worker = StoreWorker(BlockStore(cache.memory, config))
+    assert worker.store("s", chain(keys), range(3))
+    deadline = time.monotonic() + WAIT_S
+    while "s" not in worker.take_results().stored:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert worker.lookup(keys) == [Tier.HOST] * 3
+    assert worker.close(WAIT_S)
+    assert make_store(disk=8).lookup(keys) == [Tier.DISK] * 3

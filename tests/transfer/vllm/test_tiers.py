@@ -27,11 +27,11 @@ SETTINGS = {"host_bytes": 1 << 20, "disk_path": None}
 class Engine:
     """KV caches and tiers under them."""
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
+    def __init__(self, settings: dict[str, Any] | None, weights: str = "w") -> None:
         self.caches = [torch.rand(BLOCKS, HEADS, TOKENS, CONTENT) for _ in range(3)]
         layout = kv_layout(self.caches, TOKENS, {"model": "m"}, 0, 1, HEADS)
         self.news = threading.Event()
-        opened = open_tiers(settings, layout, self.caches)
+        opened = open_tiers(settings, layout, self.caches, lambda: weights)
         assert opened is not None
         self.tiers: Tiers = opened
         self.tiers.on_news(self.news.set)
@@ -102,6 +102,18 @@ def test_a_tier_on_disk_has_them_after_a_restart(tmp_path: Path) -> None:
         second.tiers.close()
 
 
+def test_a_tier_on_disk_of_other_weights_has_nothing(tmp_path: Path) -> None:
+    settings = {"host_bytes": 0, "disk_path": str(tmp_path), "disk_bytes": 1 << 20}
+    first = Engine(settings)
+    first.keep(named(3))
+    first.tiers.close()
+    second = Engine(settings, weights="others")
+    try:
+        assert second.tiers.leading(named(3)) == 0
+    finally:
+        second.tiers.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread dies on purpose
 def test_an_engine_goes_on_when_the_thread_of_the_store_dies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.keep(named(3))
@@ -137,4 +149,4 @@ def test_its_changes_are_events_by_the_names_that_vllm_gives_its_blocks(engine: 
 
 def test_there_are_none_without_settings() -> None:
     caches = [torch.rand(BLOCKS, HEADS, TOKENS, CONTENT)]
-    assert open_tiers(None, kv_layout(caches, TOKENS, {}, 0, 1, HEADS), caches) is None
+    assert open_tiers(None, kv_layout(caches, TOKENS, {}, 0, 1, HEADS), caches, lambda: "w") is None

@@ -108,6 +108,17 @@ async def test_the_next_turn_finds_the_answer_in_decodes_tier(model: Path, tmp_p
         await engines.all_is_free()
 
 
+async def test_what_the_host_tier_has_is_on_disk_when_the_engine_starts_again(model: Path, tmp_path: Path) -> None:
+    shape = pool(host_kv_bytes=TIER_BYTES, disk_kv=DiskKVConfig(path=str(tmp_path), bytes=TIER_BYTES))
+    async with cluster(model, shape, pool()) as engines:
+        known = prompt(300)
+        answer = await split(engines, known)
+        await forget(engines, PREFILL)
+    async with cluster(model, shape, pool()) as engines:
+        assert (await split(engines, known)).tokens == answer.tokens
+        assert await loaded(engines, PREFILL, "disk") == 299 // BLOCK
+
+
 async def test_a_tier_on_disk_outlives_an_engine_that_is_killed_and_what_broke_in_it_is_computed(
     model: Path, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ peers that use its KV."""
 QUIET_LOOKS = 10
 """The replica counts as drained after it has found nothing running so many times in a row. The session manager must
 hear of a moved session first, and a peer may begin to read its KV only after its part has ended here."""
-STOP_S = 10.0
+STOP_S = 25.0
 """The longest time that the engine's processes have to end after the drain; then Serve kills the replica."""
 
 

@@ -115,6 +115,22 @@ HANDOFF_BYTES = _replica(
 )
 BAD_MESSAGES = _replica("baton_bad_messages", "Messages between replicas that were wrong.", labels="pool kind")
 
+FETCHES = _replica(
+    "baton_fetches",
+    "Fetches of cached KV: `landed`, `failed` of others here; `broken` of this one.",
+    labels="pool outcome",
+)
+FETCHED_BLOCKS = _replica("baton_fetched_blocks", "KV blocks that came from other replicas' caches.")
+TIER_BLOCKS = _replica("baton_tier_blocks", "KV blocks by tier: `hits`, `stored`, `evicted`.", labels="pool tier event")
+TIER_MISSES = _replica("baton_tier_misses", "KV blocks that no tier had when they were to be loaded.")
+TIER_BYTES = _replica("baton_tier_bytes", "KV bytes `loaded` from tiers and `stored` there.", labels="pool way")
+TIER_SECONDS = _replica("baton_tier_seconds", "How long that took.", labels="pool way")
+TIER_ERRORS = _replica(
+    "baton_tier_errors",
+    "Blocks with another `digest` than when they were stored; failed calls of the `disk`.",
+    labels="pool kind",
+)
+
 # ---- the session manager
 
 PLACEMENTS = _manager("baton_placements", "Placements by policy, mode and reason.", labels="policy mode reason")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 from deployments.engine.protocol import EngineLoad
@@ -19,9 +20,18 @@ _TOTALS: tuple[tuple[Metric, str], ...] = (
     (names.PREEMPTIONS, "preemptions"),
     (names.MOVED_OUT, "moved_out"),
     (names.NIXL_FAILED, "handoffs_failed"),
+    (names.FETCHED_BLOCKS, "blocks_fetched"),
+    (names.TIER_MISSES, "tier_misses"),
 )
 _TOKENS = ("computed", "cached", "loaded", "generated")
 _HANDOFFS = ("landed", "failed", "received", "broken")
+_FETCHES = ("landed", "failed", "broken")
+_TIERS, _TIER_EVENTS, _TIER_WAYS = (
+    ("host", "disk"),
+    ("hits", "stored", "evicted"),
+    {"loaded": "load", "stored": "store"},
+)
+_TIER_ERRORS = {"digest": "digest_failures", "disk": "disk_errors"}
 _BAD = {"unreadable": "bad_messages", "refused": "messages_refused"}
 
 
@@ -84,5 +94,19 @@ class ReplicaMeter:
         value(names.HANDOFF_BYTES, when="after_prefill").set(totals.get("bytes_written", 0.0) - overlapped)
         for kind, name in _BAD.items():
             value(names.BAD_MESSAGES, kind=kind).set(totals.get(name, 0.0))
+        self._of_caches(totals)
         for metric, name in ((names.NIXL_TIME, "write_s"), (names.NIXL_BYTES, "bytes_written")):
             self._registry.histogram(metric).reach(totals.get(name, 0.0), int(totals.get("writes", 0)))
+
+    def _of_caches(self, totals: dict[str, float]) -> None:
+        """Fetches from other replicas' caches, and KV tiers."""
+        value = self._registry.value
+        for outcome in _FETCHES:
+            value(names.FETCHES, outcome=outcome).set(totals.get(f"fetches_{outcome}", 0.0))
+        for tier, event in itertools.product(_TIERS, _TIER_EVENTS):
+            value(names.TIER_BLOCKS, tier=tier, event=event).set(totals.get(f"tier_{tier}_{event}", 0.0))
+        for way, name in _TIER_WAYS.items():
+            value(names.TIER_BYTES, way=way).set(totals.get(f"tier_{way}_bytes", 0.0))
+            value(names.TIER_SECONDS, way=way).set(totals.get(f"tier_{name}_s", 0.0))
+        for kind, name in _TIER_ERRORS.items():
+            value(names.TIER_ERRORS, kind=kind).set(totals.get(f"tier_{name}", 0.0))

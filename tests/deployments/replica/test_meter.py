@@ -20,6 +20,14 @@ class Replica:
             "bytes_written": 2e6,
             "bytes_overlapped": 1.5e6,
             "writes": 8.0,
+            "blocks_fetched": 5.0,
+            "fetches_broken": 1.0,
+            "tier_host_hits": 6.0,
+            "tier_disk_evicted": 2.0,
+            "tier_misses": 3.0,
+            "tier_loaded_bytes": 4e6,
+            "tier_store_s": 0.25,
+            "tier_digest_failures": 1.0,
         }
 
     async def refresh(self) -> None:
@@ -43,6 +51,14 @@ async def test_a_replicas_figures_become_metrics() -> None:
         ("baton_handoffs", "landed"): 4,
         ("baton_handoff_bytes", "during_prefill"): 1.5e6,
         ("baton_handoff_bytes", "after_prefill"): 0.5e6,
+        ("baton_fetches", "broken"): 1,
+        ("baton_fetched_blocks",): 5,
+        ("baton_tier_blocks", "host", "hits"): 6,
+        ("baton_tier_blocks", "disk", "evicted"): 2,
+        ("baton_tier_misses",): 3,
+        ("baton_tier_bytes", "loaded"): 4e6,
+        ("baton_tier_seconds", "stored"): 0.25,
+        ("baton_tier_errors", "digest"): 1,
         ("baton_sessions_running",): 2,
         ("baton_sessions_ended",): 7,
     }

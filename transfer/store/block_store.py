@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 
 from transfer.store.admission import FrequencySketch
 from transfer.store.block_memory import BlockMemory, Gather, Lender, gather_lent, gather_owned
@@ -21,7 +22,8 @@ logger = logging.getLogger("baton.store")
 
 
 class BlockStore:
-    """The tiers of one worker. One thread uses it; only `lookup` and `counters` may be called by others as well.
+    """The tiers of one worker. One thread uses it; only `lookup`, `leading` and `counters` may be called by others as
+    well.
 
     A disk tier that cannot be opened is logged and counted, and the store goes without. Raises OSError or StoreError
     where there is no memory for the host tier.
@@ -118,6 +120,11 @@ class BlockStore:
         """The fastest tier that has each block. It is a hint: a block may go, or turn out broken when it is loaded."""
         disk: DiskTier | tuple[bytes, ...] = self._disk or ()
         return [Tier.HOST if key in self._host else Tier.DISK if key in disk else None for key in keys]
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the blocks, from the first on, are in a tier. As much a hint as `lookup`."""
+        disk: DiskTier | tuple[bytes, ...] = self._disk or ()
+        return sum(1 for _ in takewhile(lambda key: key in self._host or key in disk, keys))
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget blocks. Their bytes stay where they are until others take their slots."""

@@ -14,7 +14,7 @@ from enum import Enum
 from transfer.store.block_memory import Lender
 from transfer.store.block_store import BlockStore
 from transfer.store.ledger import Changes, Tier
-from transfer.store.refs import BlockRef, StoreError
+from transfer.store.refs import BlockRef, StoreError, chain
 
 logger = logging.getLogger("baton.store")
 
@@ -81,12 +81,12 @@ class StoreWorker:
         """Store `blocks` as the consecutive blocks `refs` of a prompt. `job_id`: of this job alone."""
         return self._queue(_Job(_Kind.STORE, blocks=blocks, refs=refs, job_id=job_id))
 
-    def store_lent(self, refs: Sequence[BlockRef], lender: Lender) -> bool:
-        """Store the consecutive blocks `refs` of a prompt, as far as `lender` has them when their turn comes.
+    def store_lent(self, keys: Sequence[bytes], lender: Lender) -> bool:
+        """Store the blocks of a prompt, from its first on, as far as `lender` has them when their turn comes.
 
         They are borrowed a few at a time, only while they are copied. There is no result.
         """
-        return self._queue(_Job(_Kind.STORE_LENT, refs=refs, lender=lender))
+        return self._queue(_Job(_Kind.STORE_LENT, keys, lender=lender))
 
     def load(self, job_id: str, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
         """Load blocks by their keys into `blocks`. `job_id`: of this job alone."""
@@ -103,6 +103,10 @@ class StoreWorker:
     def lookup(self, keys: Sequence[bytes]) -> list[Tier | None]:
         """The fastest tier that has each block now; a hint."""
         return self._store.lookup(keys)
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the blocks, from the first on, are in a tier now; a hint."""
+        return self._store.leading(keys)
 
     def take_results(self) -> StoreResults:
         """The jobs that have ended since the last call. Raises StoreError when the thread has died."""
@@ -186,7 +190,7 @@ class StoreWorker:
                 return self._store.store(job.refs, job.blocks)
             case _Kind.STORE_LENT:
                 assert job.lender is not None
-                self._store.store_lent(job.refs, job.lender)
+                self._store.store_lent(chain(job.keys), job.lender)
             case _Kind.LOAD:
                 found = zip(job.keys, self._store.lookup(job.keys), strict=True)
                 on_disk = [key for key, tier in found if tier is Tier.DISK]

@@ -21,7 +21,7 @@ from transfer.store.block_memory import BlockMemory, HostMemory, Lender, TensorM
 from transfer.store.block_store import BlockStore
 from transfer.store.config import DiskConfig, StoreConfig
 from transfer.store.ledger import Changes, Tier
-from transfer.store.refs import StoreError, chain
+from transfer.store.refs import StoreError
 from transfer.store.worker import StoreResults, StoreWorker
 
 logger = logging.getLogger("baton.store")
@@ -40,13 +40,11 @@ class Tiers:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of the blocks, from the first on, are in a tier now."""
-        if not self._is_alive:
-            return 0
-        return sum(1 for _ in takewhile(lambda tier: tier is not None, self._worker.lookup(keys)))
+        return self._worker.leading(keys) if self._is_alive else 0
 
     def keep(self, keys: Sequence[bytes], lender: Lender) -> None:
         """Store the blocks of one prompt, from its first on, as far as `lender` has them. Not done in a long queue."""
-        self._worker.store_lent(chain(keys), lender)
+        self._worker.store_lent(keys, lender)
 
     def load(self, request_id: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Load blocks into `blocks` of the engine's memory: the store's, until `take_loaded` has the request."""

@@ -200,10 +200,12 @@ def test_blocks_that_are_lent_are_stored_as_far_as_they_are_there(
     for block, key in enumerate(keys[:gone]):
         cache.write(block, key)
         lent.blocks[key] = block
-    assert asked.worker.store_lent(chain(keys), lent)
+    assert asked.worker.store_lent(keys, lent)
     assert asked.worker.store("after", chain(keys_of("b", 1)), [40])
     asked.wait("after")
     assert asked.worker.lookup(keys) == [Tier.HOST] * gone + [None] * (20 - gone)
+    assert asked.worker.leading(keys) == gone
+    assert asked.worker.leading(keys[1:]) == max(0, gone - 1)
     assert not lent.out
     assert lent.most <= STAGED_BLOCKS
     cache.wipe()
@@ -217,7 +219,7 @@ def test_what_is_lent_comes_back_when_the_copy_fails(make_asked: Callable[..., A
     asked, keys, lent = make_asked(is_open=False), keys_of("a", 2), Lent()
     lent.blocks = {key: block for block, key in enumerate(keys)}
     asked.gate.error = "broken"
-    assert asked.worker.store_lent(chain(keys), lent)
+    assert asked.worker.store_lent(keys, lent)
     asked.gate.is_open.set()
     assert asked.news.wait(WAIT_S)
     with pytest.raises(StoreError):

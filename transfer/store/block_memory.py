@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +71,24 @@ def gather_lent(memory: BlockMemory, lender: Lender) -> Gather:
         return len(blocks)
 
     return gather
+
+
+class Gate:
+    """Lets a load write into the memory, until it is shut. After that, nothing more is written."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_open = threading.Lock(), True
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[bool]:
+        """While this lasts, it is not shut. False: it was before."""
+        with self._lock:
+            yield self._is_open
+
+    def shut(self) -> None:
+        """Wait for a write that is under way, and let no other one begin; idempotent."""
+        with self._lock:
+            self._is_open = False
 
 
 def address_of(buffer: memoryview) -> int:

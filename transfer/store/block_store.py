@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from transfer.store.admission import FrequencySketch
-from transfer.store.block_memory import BlockMemory, Gather, Lender, gather_lent, gather_owned
+from transfer.store.block_memory import BlockMemory, Gate, Gather, Lender, gather_lent, gather_owned
 from transfer.store.config import StoreConfig
 from transfer.store.digest import digest_of
 from transfer.store.disk_tier import STAGED_BLOCKS, DiskTier
@@ -76,19 +76,20 @@ class BlockStore:
         self._ledger.count("store_s", time.monotonic() - begun)
         return done
 
-    def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> list[bool]:
+    def load(self, keys: Sequence[bytes], blocks: Sequence[int], gate: Gate | None = None) -> list[bool]:
         """Copy blocks by their keys into `blocks` of the memory. Returns for each whether it was.
 
-        A block of the memory whose key was not loaded is as it was. This is one use of each key. Raises ValueError for
-        lists of unequal length.
+        A block of the memory whose key was not loaded is as it was. This is one use of each key. Once `gate` is shut,
+        no more are. Raises ValueError for lists of unequal length.
         """
+        gate = gate or Gate()
         begun = time.monotonic()
         pairs = list(zip(keys, blocks, strict=True))
         self.touch(keys)
-        done = self._load_from_host(pairs)
+        done = self._load_from_host(pairs, gate)
         for begin in range(0, len(pairs), STAGED_BLOCKS):
             some = range(begin, min(begin + STAGED_BLOCKS, len(pairs)))
-            self._load_from_disk(pairs, [index for index in some if not done[index]], done)
+            self._load_from_disk(pairs, [index for index in some if not done[index]], done, gate)
         self._ledger.count("misses", done.count(False))
         self._ledger.count("loaded_bytes", done.count(True) * self._memory.block_bytes)
         self._ledger.count("load_s", time.monotonic() - begun)
@@ -206,20 +207,27 @@ class BlockStore:
         self._ledger.count("stored_bytes", count * self._memory.block_bytes)
         return count
 
-    def _load_from_host(self, pairs: Sequence[tuple[bytes, int]]) -> list[bool]:
+    def _load_from_host(self, pairs: Sequence[tuple[bytes, int]], gate: Gate) -> list[bool]:
         views = [self._host.read(key) for key, _ in pairs]
         found = [(block, view) for (_, block), view in zip(pairs, views, strict=True) if view is not None]
-        if found:
-            self._memory.scatter([block for block, _ in found], [view for _, view in found])
-            self._ledger.count("host_hits", len(found))
+        if not self._scatter([block for block, _ in found], [view for _, view in found], gate):
+            return [False] * len(pairs)
+        self._ledger.count("host_hits", len(found))
         return [view is not None for view in views]
 
-    def _load_from_disk(self, pairs: Sequence[tuple[bytes, int]], wanted: Sequence[int], done: list[bool]) -> None:
+    def _load_from_disk(
+        self, pairs: Sequence[tuple[bytes, int]], wanted: Sequence[int], done: list[bool], gate: Gate
+    ) -> None:
         """Load those pairs whose indices are `wanted`, and note them in `done`."""
         views = self._disk.read([pairs[index][0] for index in wanted]) if self._disk and wanted else {}
         found = [index for index in wanted if pairs[index][0] in views]
-        if found:
-            self._memory.scatter([pairs[index][1] for index in found], [views[pairs[index][0]] for index in found])
+        if self._scatter([pairs[index][1] for index in found], [views[pairs[index][0]] for index in found], gate):
             self._ledger.count("disk_hits", len(found))
-        for index in found:
-            done[index] = True
+            for index in found:
+                done[index] = True
+
+    def _scatter(self, blocks: Sequence[int], views: Sequence[memoryview], gate: Gate) -> bool:
+        with gate.passing() as is_open:
+            if is_open and blocks:
+                self._memory.scatter(blocks, views)
+            return is_open

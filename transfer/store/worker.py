@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from transfer.store.block_memory import Lender
+from transfer.store.block_memory import Gate, Lender
 from transfer.store.block_store import BlockStore
 from transfer.store.ledger import Changes, Tier
 from transfer.store.refs import BlockRef, StoreError, chain
@@ -53,6 +53,7 @@ class _Job:
     refs: Sequence[BlockRef] = ()
     job_id: str = ""
     lender: Lender | None = None
+    gate: Gate = field(default_factory=Gate)
 
 
 class StoreWorker:
@@ -67,6 +68,7 @@ class StoreWorker:
     def __init__(self, store: BlockStore, on_news: Callable[[], None] = lambda: None, jobs: int = QUEUED_JOBS) -> None:
         self._store, self._on_news, self._limit = store, on_news, jobs
         self._loads, self._others = deque[_Job](), deque[_Job]()
+        self._gates: dict[str, Gate] = {}
         self._deletes = 0  # that wait in `others`; no load overtakes them
         self._results, self._news = StoreResults(changes=store.take_changes()), True
         self._wake = threading.Condition()
@@ -90,7 +92,18 @@ class StoreWorker:
 
     def load(self, job_id: str, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
         """Load blocks by their keys into `blocks`. `job_id`: of this job alone."""
-        return self._queue(_Job(_Kind.LOAD, keys, blocks, job_id=job_id))
+        job = _Job(_Kind.LOAD, keys, blocks, job_id=job_id)
+        if is_queued := self._queue(job):
+            self._gates[job_id] = job.gate
+        return is_queued
+
+    def give_up(self, job_id: str) -> None:
+        """Of a load whose result has not been taken: its blocks are the caller's again, and are not written any more.
+
+        It has its result all the same, some time.
+        """
+        if (gate := self._gates.get(job_id)) is not None:
+            gate.shut()
 
     def delete(self, keys: Sequence[bytes]) -> bool:
         """Forget blocks. No load that is queued later finds them, unless they are stored again."""
@@ -114,6 +127,8 @@ class StoreWorker:
             raise StoreError("the store's thread died") from self._error
         with self._wake:
             taken, self._results, self._news = self._results, StoreResults(), False
+        for job_id in taken.loaded:
+            self._gates.pop(job_id, None)
         return taken
 
     @property
@@ -194,7 +209,7 @@ class StoreWorker:
             case _Kind.LOAD:
                 found = zip(job.keys, self._store.lookup(job.keys), strict=True)
                 on_disk = [key for key, tier in found if tier is Tier.DISK]
-                done = self._store.load(job.keys, job.blocks)
+                done = self._store.load(job.keys, job.blocks, job.gate)
                 with self._wake:
                     if on_disk:
                         self._append(_Job(_Kind.PROMOTE, on_disk))  # behind what waits

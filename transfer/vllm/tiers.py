@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -26,13 +27,16 @@ from transfer.store.worker import StoreResults, StoreWorker
 
 logger = logging.getLogger("baton.store")
 
+LOAD_WAIT_S = 10.0
+"""The longest that a request waits for a load: a disk may hang. Then it computes its prompt."""
+
 
 class Tiers:
     """The engine's thread calls all methods. Where the store's thread has died, the engine goes on without tiers."""
 
     def __init__(self, store: BlockStore) -> None:
         self._wake: Callable[[], None] = lambda: None
-        self._queued: dict[str, bool] = {}  # the loads that are open
+        self._open: dict[str, float] = {}  # the loads, and when each is given up, in seconds of the monotonic clock
         self._is_alive = True
         self._changes: Changes = {}
         self._held: set[tuple[Tier, bytes]] = set()
@@ -48,7 +52,8 @@ class Tiers:
 
     def load(self, request_id: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Load blocks into `blocks` of the engine's memory: the store's, until `take_loaded` has the request."""
-        self._queued[request_id] = is_queued = self._worker.load(request_id, keys, blocks)
+        is_queued = self._worker.load(request_id, keys, blocks)
+        self._open[request_id] = time.monotonic() + LOAD_WAIT_S if is_queued else 0.0
         if not is_queued:
             self._wake()
 
@@ -59,10 +64,13 @@ class Tiers:
         except StoreError as error:
             return self._lost(error)
         self._note(results.changes)
-        refused = [request_id for request_id, is_queued in self._queued.items() if not is_queued]
-        loaded = dict.fromkeys(refused, 0) | _leading_of(results)
+        late = [request_id for request_id, until_s in self._open.items() if until_s <= time.monotonic()]
+        loaded = {request_id: blocks for request_id, blocks in _leading_of(results).items() if request_id in self._open}
+        for request_id in late:
+            self._worker.give_up(request_id)
+        loaded = dict.fromkeys(late, 0) | loaded
         for request_id in loaded:
-            self._queued.pop(request_id, None)
+            del self._open[request_id]
         return loaded
 
     def take_changes(self) -> Changes:
@@ -73,7 +81,7 @@ class Tiers:
     @property
     def has_news(self) -> bool:
         """Whether `take_loaded` may have something."""
-        return self._is_alive and (self._worker.has_news or False in self._queued.values())
+        return self._is_alive and (self._worker.has_news or 0.0 in self._open.values())
 
     def on_news(self, wake: Callable[[], None]) -> None:
         """The store's thread calls `wake` when there is news."""
@@ -98,7 +106,7 @@ class Tiers:
             logger.error("the engine goes on without its KV tiers: %r", error.__cause__)
             self._note(dict.fromkeys(self._held, False))
         self._is_alive = False
-        lost, self._queued = dict.fromkeys(self._queued, 0), {}
+        lost, self._open = dict.fromkeys(self._open, 0), {}
         return lost
 
 

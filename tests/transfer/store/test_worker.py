@@ -13,8 +13,8 @@ import pytest
 from tests.transfer.store.conftest import BLOCK_BYTES, Cache, disk_config, keys_of
 from transfer.store.block_memory import HostMemory
 from transfer.store.block_store import BlockStore
-from transfer.store.config import StoreConfig
-from transfer.store.disk_tier import STAGED_BLOCKS
+from transfer.store.config import DiskConfig, StoreConfig
+from transfer.store.disk_tier import STAGED_BLOCKS, DiskTier
 from transfer.store.ledger import Tier
 from transfer.store.refs import StoreError, chain
 from transfer.store.worker import StoreResults, StoreWorker
@@ -242,3 +242,78 @@ def test_what_the_host_tier_has_is_on_the_disk_after_the_end(
     assert worker.lookup(keys) == [Tier.HOST] * 3
     assert worker.close(WAIT_S)
     assert make_store(disk=8).lookup(keys) == [Tier.DISK] * 3
+
+
+class Writes(HostMemory):
+    """Memory whose `scatter` waits until it may go on."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache.layout)
+        self.may_go_on, self.entered = threading.Event(), threading.Event()
+
+    def scatter(self, blocks: Any, sources: Any) -> None:
+        self.entered.set()
+        assert self.may_go_on.wait(WAIT_S)
+        super().scatter(blocks, sources)
+
+
+def loading(memory: HostMemory, cache: Cache, keys: Sequence[bytes], disk: DiskConfig) -> StoreWorker:
+    """A worker that has stored `keys` on the disk."""
+    for block, key in enumerate(keys):
+        cache.write(block, key)
+    store = BlockStore(memory, StoreConfig("model", disk=disk))
+    assert store.store(chain(keys), range(len(keys))) == [True] * len(keys)
+    cache.wipe()
+    return StoreWorker(store)
+
+
+def result_of(worker: StoreWorker, job_id: str) -> list[bool]:
+    deadline = time.monotonic() + WAIT_S
+    while job_id not in (loaded := worker.take_results().loaded):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return loaded[job_id]
+
+
+def test_a_load_that_is_given_up_writes_nothing_more(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hangs before the second part of the blocks is read."""
+    keys, hangs, goes_on = keys_of("a", STAGED_BLOCKS + 2), threading.Event(), threading.Event()
+    worker = loading(cache.memory, cache, keys, disk_config(tmp_path, 16))
+    read = DiskTier.read
+
+    def hanging(tier: DiskTier, wanted: Sequence[bytes]) -> Any:
+        if keys[-1] in wanted:
+            hangs.set()
+            assert goes_on.wait(WAIT_S)
+        return read(tier, wanted)
+
+    monkeypatch.setattr(DiskTier, "read", hanging)
+    assert worker.load("l", keys, range(20, 20 + len(keys)))
+    assert hangs.wait(WAIT_S)
+    worker.give_up("l")
+    before = cache.array.copy()
+    goes_on.set()
+    assert result_of(worker, "l") == [True] * STAGED_BLOCKS + [False] * 2
+    assert (cache.array == before).all()
+    assert worker.load("later", keys[-1:], [40])
+    assert result_of(worker, "later") == [True]
+    worker.give_up("unknown")
+    assert worker.close(WAIT_S)
+
+
+def test_giving_a_load_up_waits_for_the_write_that_is_under_way(cache: Cache, tmp_path: Path) -> None:
+    keys, memory = keys_of("a", 2), Writes(cache)
+    worker = loading(memory, cache, keys, disk_config(tmp_path, 16))
+    assert worker.load("l", keys, [20, 21])
+    assert memory.entered.wait(WAIT_S)
+    gives_up = threading.Thread(target=worker.give_up, args=("l",))
+    gives_up.start()
+    gives_up.join(0.05)
+    assert gives_up.is_alive(), "the blocks are still written"
+    memory.may_go_on.set()
+    gives_up.join(WAIT_S)
+    assert not gives_up.is_alive()
+    assert result_of(worker, "l") == [True, True]
+    assert worker.close(WAIT_S)

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from tests.transfer.store.test_worker import Lent
 from transfer.store.block_store import BlockStore
 from transfer.store.ledger import Tier
+from transfer.vllm import tiers
 from transfer.vllm.tier_events import tier_events
 from transfer.vllm.tiers import Tiers, open_tiers
 from transfer.vllm.worker_side import kv_layout
@@ -130,6 +131,28 @@ def test_an_engine_goes_on_when_the_thread_of_the_store_dies(engine: Engine, mon
     assert engine.tiers.take_changes() == {(Tier.HOST, name): False for name in named(3)}
     engine.tiers.keep(named(3), Lent())
     assert engine.load("later", named(3), [20, 21, 22]) == 0
+
+
+def test_a_request_waits_for_a_load_no_longer_than_that(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.keep(named(3))
+    hangs, goes_on = threading.Event(), threading.Event()
+    load = BlockStore.load
+
+    def hanging(*arguments: Any) -> list[bool]:
+        hangs.set()
+        assert goes_on.wait(WAIT_S)
+        return load(*arguments)
+
+    monkeypatch.setattr(BlockStore, "load", hanging)
+    monkeypatch.setattr(tiers, "LOAD_WAIT_S", 0.0)
+    engine.tiers.load("r", named(3), [20, 21, 22])
+    assert hangs.wait(WAIT_S)
+    assert engine.tiers.take_loaded() == {"r": 0}
+    before = [cache.clone() for cache in engine.caches]
+    goes_on.set()
+    engine.until(lambda: engine.tiers.counters()["tier_open_jobs"] == 0)
+    assert engine.tiers.take_loaded() == {}, "its result comes too late"
+    assert all(torch.equal(cache, kept) for cache, kept in zip(engine.caches, before, strict=True))
 
 
 def test_its_changes_are_events_by_the_names_that_vllm_gives_its_blocks(engine: Engine) -> None:

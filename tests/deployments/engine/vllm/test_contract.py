@@ -293,7 +293,9 @@ def test_what_the_engine_uses() -> None:
     assert "long_prefill_token_threshold" in parameters(SchedulerConfig)
     assert parameters(AsyncMPClient)[:3] == ["vllm_config", "executor_class", "log_stats"]
     calls = ("add_request_async", "abort_requests_async", "get_output_async", "collective_rpc_async", "shutdown")
-    assert all(hasattr(AsyncMPClient, call) for call in calls)
+    assert all(hasattr(AsyncMPClient, call) for call in (*calls, "reset_prefix_cache_async"))
+    assert "timeout" in parameters(AsyncMPClient.shutdown)
+    assert {"model", "revision"} <= names(ModelConfig)
     module, _, name = IN_PROCESS.rpartition(".")
     assert (UniProcExecutor.__module__, UniProcExecutor.__name__) == (module, name)
     assert issubclass(UniProcExecutor, Executor)

@@ -79,7 +79,11 @@ def experiments(options: argparse.Namespace) -> list[Experiment]:
             for policy in options.policies or (LARGE_POLICIES if replicas >= LARGE else POLICIES):
                 for admission in (True, False) if policy == OURS else (False,):
                     one = Experiment(trace, replicas, load, policy, admission, requests, seed=options.seed)
-                    made.append(replace(one, placement=tuple(options.placement), prefill=options.prefill))
+                    made.append(
+                        replace(
+                            one, placement=tuple(options.placement), prefill=options.prefill, tier_gb=options.tier_gb
+                        )
+                    )
     return made
 
 
@@ -202,6 +206,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--placement", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="of the configuration"
     )
     parser.add_argument("--prefill", type=int, help="so many of the replicas prefill; default: 11 of 16")
+    parser.add_argument("--tier-gb", type=float, default=0.0, help="main memory of each replica for KV, 10^9 bytes")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -135,7 +135,8 @@ def new_node(cluster: Cluster, pool: Pool, number: int, block_tokens: int, rng: 
     deployment, profile = deployment_of(pool), pool.profile
     info = _info(f"{deployment}-{number:04}", deployment, pool, cluster.max_model_len, block_tokens)
     speed = rng.lognormvariate(0.0, cluster.replica_sigma) if cluster.replica_sigma else 1.0
-    replica = Replica(info, profile.steps, pool.limits, random.Random(rng.random()), speed)
+    tier_blocks = int(pool.tier_bytes / profile.kv_bytes_per_token / block_tokens)
+    replica = Replica(info, profile.steps, pool.limits, random.Random(rng.random()), speed, tier_blocks)
     ports = Nic(profile.nic_bytes_per_s), Nic(profile.nic_bytes_per_s)
     return Node(replica, Reporter(replica), profile.kv_bytes_per_token, profile.layers, *ports)
 

@@ -51,7 +51,8 @@ class Experiment:
     """What is simulated.
 
     `load`: a share of the estimated capacity. `requests`: the number that is sent. `prefill`: the number of replicas
-    that prefill; None means the fleet's own share. The rest is as in `Options`.
+    that prefill; None means the fleet's own share. `tier_gb`: main memory of each replica for KV, in 10^9 bytes. The
+    rest is as in `Options`.
     """
 
     trace: str
@@ -67,6 +68,7 @@ class Experiment:
     seed: int = 1
     placement: tuple[tuple[str, object], ...] = ()
     prefill: int | None = None
+    tier_gb: float = 0.0
 
     @property
     def options(self) -> Options:
@@ -97,7 +99,7 @@ def load_trace(name: str, max_model_len: int) -> Trace:
 def perform(experiment: Experiment) -> dict[str, Any]:
     """Simulate an experiment. Returns one row of figures."""
     begun_s = time.process_time()
-    cluster = heterogeneous(experiment.replicas, prefill=experiment.prefill)
+    cluster = heterogeneous(experiment.replicas, prefill=experiment.prefill, tier_bytes=experiment.tier_gb * 1e9)
     trace = load_trace(experiment.trace, cluster.max_model_len)
     rate = experiment.load * capacity(cluster, trace)
     classes = classes_of(experiment.trace)
@@ -115,6 +117,7 @@ def perform(experiment: Experiment) -> dict[str, Any]:
         "allocators": experiment.allocators,
         "requests": experiment.requests,
         "seed": experiment.seed,
+        "tier_gb": experiment.tier_gb,
         **summarise(result.records, classes),
         "preemptions": result.preemptions,
         "moves": result.moves,

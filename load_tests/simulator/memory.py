@@ -1,5 +1,8 @@
 """A replica's KV memory: blocks in use, and a prefix cache of unused blocks. The oldest are evicted first.
 
+What is evicted goes to a tier in main memory, if there is one, whose oldest blocks go for good. (The product's tier
+weighs uses and costs; this one does not.)
+
 The blocks of an answer have hashes where the trace says that the next turn repeats it. Otherwise they take memory and
 are never found again.
 """
@@ -16,14 +19,16 @@ class BlockMemory:
     """`total` blocks of `block_tokens` tokens. A hashed block counts once, however many sequences hold it.
 
     `used`: the blocks that some sequence holds. `idle`: the blocks that only the cache holds; new ones replace them.
+    `tier`: the blocks that the tier in main memory can have.
     """
 
-    def __init__(self, total: int, block_tokens: int) -> None:
-        self.total = total
+    def __init__(self, total: int, block_tokens: int, tier: int = 0) -> None:
+        self.total, self._tier_size = total, tier
         self.block_tokens = block_tokens
         self.used = 0
         self._holders: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # a plain dict is slow to find its oldest entry
+        self._tier: OrderedDict[int, None] = OrderedDict()
         self._stored: set[int] = set()
         self._removed: set[int] = set()
 
@@ -44,8 +49,20 @@ class BlockMemory:
             count += 1
         return count
 
+    def kept(self, hashes: Sequence[int], most: int) -> int:
+        """The number of leading blocks that are here or in the tier, at most `most`."""
+        count = 0
+        for block in hashes[:most]:
+            if block not in self._holders and block not in self._idle and block not in self._tier:
+                break
+            count += 1
+        return count
+
     def bring(self, hashes: Sequence[int]) -> None:
-        """Blocks have come from another replica's cache. They stay as far as there is room beside those in use."""
+        """Blocks have come from the tier, or from another replica's cache, as far as there is room beside those in use.
+
+        What is in the tier stays there, too, until it is among the oldest.
+        """
         room = self.total - self.used
         new = [block for block in hashes if block not in self._holders and block not in self._idle][:room]
         for block in hashes:
@@ -79,7 +96,15 @@ class BlockMemory:
         beyond = self.used + len(self._idle) - self.total
         if beyond > 0:
             evicted = [self._idle.popitem(last=False)[0] for _ in range(beyond)]
-            _note(evicted, self._removed, self._stored)
+            _note(self._keep(evicted), self._removed, self._stored)
+
+    def _keep(self, evicted: Sequence[int]) -> list[int]:
+        """Put evicted blocks into the tier. Returns those that are nowhere now."""
+        for block in evicted:
+            self._tier[block] = None
+            self._tier.move_to_end(block)
+        gone = [self._tier.popitem(last=False)[0] for _ in range(len(self._tier) - self._tier_size)]
+        return [block for block in gone if block not in self._holders and block not in self._idle]
 
     def commit(self, work: Work, tokens: int) -> None:
         """The KV of a sequence's first `tokens` tokens is computed. From now on its full blocks can be found.

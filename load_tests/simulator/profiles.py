@@ -89,7 +89,7 @@ CPU = Profile("cpu", CPU_STEPS, roofline(SMOLLM2, "cpu").coefficients(), 8053063
 @dataclass(frozen=True, slots=True)
 class Pool:
     """Replicas of one kind. `name`: "prefill", or the name of a decode or mixed pool. `strict`: as in the
-    configuration."""
+    configuration. `tier_bytes`: main memory of a replica for KV that its own memory has no room for."""
 
     name: str
     role: Role
@@ -97,6 +97,7 @@ class Pool:
     profile: Profile
     limits: Limits
     strict: bool = False
+    tier_bytes: float = 0.0
 
     def blocks(self, block_tokens: int) -> int:
         """The number of KV blocks of one replica."""
@@ -121,7 +122,9 @@ class Cluster:
         return tuple(pool for pool in self.pools if pool.role is Role.DECODE)
 
 
-def heterogeneous(replicas: int, noise_sigma: float = 0.05, prefill: int | None = None) -> Cluster:
+def heterogeneous(
+    replicas: int, noise_sigma: float = 0.05, prefill: int | None = None, tier_bytes: float = 0.0
+) -> Cluster:
     """Prefill on H100, and two decode pools: three H100 to two H200. 11 of 16 replicas prefill, or `prefill` of all.
 
     That ratio keeps prefill and decode about equally busy for the two traces, whose prompts are long, where no cache
@@ -136,7 +139,7 @@ def heterogeneous(replicas: int, noise_sigma: float = 0.05, prefill: int | None 
         Pool("h100", Role.DECODE, decode - large, H100, mixed),
         Pool("h200", Role.DECODE, large, H200, replace(mixed, sequences=512)),
     )
-    return Cluster(pools, max_model_len=131072)
+    return Cluster(tuple(replace(pool, tier_bytes=tier_bytes) for pool in pools), max_model_len=131072)
 
 
 def cpu_pair(

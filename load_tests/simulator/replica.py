@@ -24,10 +24,16 @@ class Replica:
     """One engine. `boundary_s`: when `boundary` is to be called next; None: not before something arrives."""
 
     def __init__(
-        self, info: ReplicaInfo, coefficients: Coefficients, limits: Limits, rng: random.Random, speed: float = 1.0
+        self,
+        info: ReplicaInfo,
+        coefficients: Coefficients,
+        limits: Limits,
+        rng: random.Random,
+        speed: float = 1.0,
+        tier_blocks: int = 0,
     ) -> None:
         self.info = info
-        self.memory = BlockMemory(info.total_blocks, info.block_size)
+        self.memory = BlockMemory(info.total_blocks, info.block_size, tier_blocks)
         self.batch = DecodeBatch(info.block_size)
         self.boundary_s: float | None = None
         self.preemptions = 0

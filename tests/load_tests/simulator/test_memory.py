@@ -42,6 +42,24 @@ def test_what_comes_from_another_replica_is_found_and_goes_as_what_was_computed(
     assert other.cached_tokens == 5 * BLOCK
 
 
+def test_what_is_evicted_is_kept_in_the_tier_until_that_is_full() -> None:
+    memory = BlockMemory(4, BLOCK, tier=4)
+    for number in range(3):  # three blocks and one more each
+        one = work(str(number), tuple(range(10 * number, 10 * number + 3)))
+        assert computed(memory, one)
+        freed(memory, one)
+    assert memory.hits((20, 21, 22), 3) == 3
+    assert (memory.hits((10, 11, 12), 3), memory.kept((10, 11, 12), 3)) == (0, 3)
+    assert memory.kept((0, 1, 2), 3) < 3, "the oldest went for good"
+    stored, removed = memory.changes()
+    assert set(stored) >= {10, 11, 12, 20, 21, 22}
+    assert not {10, 11, 12, 20, 21, 22} & set(removed)
+    memory.bring((10, 11, 12))
+    again = work("again", (10, 11, 12))
+    assert computed(memory, again)
+    assert again.cached_tokens == 3 * BLOCK
+
+
 def test_what_one_computed_another_finds() -> None:
     memory = BlockMemory(10, BLOCK)
     first, second = work("a", (1, 2, 3)), work("b", (1, 2, 4))

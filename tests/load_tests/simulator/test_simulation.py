@@ -87,6 +87,23 @@ def test_what_a_replica_fetches_is_computed_once_and_all_memory_is_free(monkeypa
     assert cached[0] > cached[1]
 
 
+def test_what_memory_has_no_room_for_is_loaded_from_the_tier_and_not_computed() -> None:
+    trace = synthetic.agents(3.0, 150, seed=2)
+    small = [
+        replace(pool, profile=replace(pool.profile, kv_bytes=150_000 * pool.profile.kv_bytes_per_token))
+        for pool in heterogeneous(6).pools
+    ]
+    with_it, without = (
+        simulate(trace, replace(heterogeneous(6), pools=tuple(replace(pool, tier_bytes=tier) for pool in small)))
+        for tier in (500e9, 0.0)
+    )
+    for result in (with_it, without):
+        assert not any(record.refused for record in result.records)
+        assert (len(result.records), result.blocks_in_use) == (150, 0)
+    cached = [sum(record.cached_blocks for record in each.records) for each in (with_it, without)]
+    assert cached[0] > cached[1]
+
+
 def test_answers_that_crowd_on_one_replica_move_and_all_end_sooner() -> None:
     """A prompt a second: some answers go where no prompt is, until all prompts are computed."""
     trace = Trace("herd", 128, tuple(TraceRequest(number, 200, 400) for number in range(12)))

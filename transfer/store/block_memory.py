@@ -62,12 +62,11 @@ def gather_lent(memory: BlockMemory, lender: Lender) -> Gather:
     """The blocks that `lender` still has are copied. They are lent for no longer than that takes."""
 
     def gather(keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        blocks = lender.borrow(keys)
-        try:
-            if blocks:
+        if blocks := lender.borrow(keys):
+            try:
                 memory.gather(blocks, into[: len(blocks)])
-        finally:
-            lender.give_back(blocks)
+            finally:
+                lender.give_back(blocks)
         return len(blocks)
 
     return gather

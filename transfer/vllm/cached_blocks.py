@@ -28,7 +28,7 @@ class CachedBlocks:
     def __init__(self, manager: KVCacheManager, recall: Callable[[], bool], wait_s: float) -> None:
         self._pool, self._lock, self.recall = manager.block_pool, threading.Condition(threading.RLock()), recall
         self._wait_s = wait_s
-        self._borrowed, self._recalled = 0, False
+        self._borrowed, self._recalled, self._recalling = 0, False, False
         self._named: set[int] = set()
         self._steps: deque[set[int]] = deque()
         pool = self._pool
@@ -53,7 +53,7 @@ class CachedBlocks:
         """See `Library`. `hashes`: vLLM's block hashes, which are equal in all engines of equal fingerprint."""
         with self._lock:
             found: list[KVCacheBlock] = []
-            for name in hashes:
+            for name in () if self._recalling else hashes:
                 blocks = self._pool.get_cached_block(name, [0])
                 if not blocks or self._is_open(blocks[0].block_id):
                     break
@@ -67,8 +67,9 @@ class CachedBlocks:
         with self._lock:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
             self._borrowed -= len(blocks)
-            self._recalled = False
-            self._lock.notify_all()
+            if not self._borrowed:
+                self._recalled = False
+                self._lock.notify_all()
 
     def _is_open(self, block: int) -> bool:
         return block in self._named or any(block in step for step in self._steps)
@@ -100,18 +101,22 @@ class CachedBlocks:
     def _allocating(self, allocate_slots: Callable[..., Any]) -> Callable[..., Any]:
         """A request that finds too few blocks gets those that are borrowed: a fetch may fail, and a request may not.
 
-        A peer may hold up the end of a fetch. So one step waits for it, and later ones do not.
+        A peer may hold up the end of a fetch. So one step waits for it, and later ones do not, until all is given back.
         """
 
         def allocating(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
                 slots = allocate_slots(*args, **kwargs)
-            if slots is None and self._borrowed and not self._recalled:
-                self._recalled = True
+                if slots is not None or not self._borrowed or self._recalled:
+                    return slots
+                self._recalled = self._recalling = True
+            try:
                 is_over = self.recall()
                 with self._lock:
                     if is_over and self._lock.wait_for(lambda: not self._borrowed, self._wait_s):
                         slots = allocate_slots(*args, **kwargs)
+            finally:
+                self._recalling = False
             return slots
 
         return allocating

@@ -201,3 +201,40 @@ def test_a_request_that_needs_blocks_waits_until_the_tiers_have_copied_them() ->
     copies.start()
     assert cache.schedule(cache.request("b", tokens((BLOCKS - 1) * SIZE, seed=1)))
     copies.join(WAIT_S)
+
+
+def test_nothing_is_lent_while_a_request_waits_for_blocks() -> None:
+    """A tier that stores a long prompt would borrow the next blocks as soon as it has given back the last ones."""
+    cache = Cache()
+    cache.run("a", tokens(4 * SIZE))
+    names = cache.names(tokens(4 * SIZE))
+    lent, again = cache.cached.borrow(names), []
+
+    def recall() -> bool:
+        cache.cached.give_back(lent)
+        again.append(cache.cached.borrow(names))
+        return True
+
+    cache.cached.recall = recall
+    assert cache.schedule(cache.request("b", tokens((BLOCKS - 1) * SIZE, seed=1)))
+    assert again == [()]
+
+
+def test_a_fetch_that_hangs_is_waited_for_once_while_tiers_come_and_go() -> None:
+    cache, recalls = Cache(), []
+    cache.run("a", tokens(4 * SIZE))
+    names = cache.names(tokens(4 * SIZE))
+    hangs = cache.cached.borrow(names[:2])
+
+    def recall() -> bool:
+        recalls.append(hangs)
+        return False
+
+    cache.cached.recall = recall
+    asks = cache.request("b", tokens((BLOCKS - 1) * SIZE, seed=1))
+    for _ in range(3):
+        assert not cache.schedule(asks)
+        cache.cached.give_back(cache.cached.borrow(names[2:]))
+    assert len(recalls) == 1
+    cache.cached.give_back(hangs)
+    assert cache.schedule(asks)

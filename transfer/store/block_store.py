@@ -127,6 +127,12 @@ class BlockStore:
         disk: DiskTier | tuple[bytes, ...] = self._disk or ()
         return sum(1 for _ in takewhile(lambda key: key in self._host or key in disk, keys))
 
+    def held(self) -> Changes:
+        """All blocks that are in a tier."""
+        places = [(Tier.HOST, held.ref.key) for held in self._host]
+        places += [(Tier.DISK, held.ref.key) for held in self._disk or ()]
+        return dict.fromkeys(places, True)
+
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget blocks. Their bytes stay where they are until others take their slots."""
         for key in keys:

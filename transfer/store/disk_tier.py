@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transfer.store.block_file import BlockFile, SystemFile, open_block_file
@@ -61,6 +61,9 @@ class DiskTier:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self._slots)
 
     def get(self, key: bytes) -> Held | None:
         return self._slots.get(key)

@@ -193,10 +193,10 @@ class SchedulerSide:
         """What the step that just ended was."""
         if self._lent is not None:
             self._lent.end_step()
-            over, self._over = self._over, []
-            for names in over:
-                assert self._tiers is not None
+        if self._tiers is not None and self._lent is not None:
+            for names in self._over:  # their blocks may be lent now that the step is over
                 self._tiers.keep(names, self._lent)
+            self._over.clear()
         return self._clock.end(time.monotonic())
 
     def finished(self, request: Request) -> bool:

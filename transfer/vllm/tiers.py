@@ -21,7 +21,7 @@ from transfer.memory.layout import KVLayout
 from transfer.store.block_memory import BlockMemory, HostMemory, Lender, TensorMemory
 from transfer.store.block_store import BlockStore
 from transfer.store.config import DiskConfig, StoreConfig
-from transfer.store.ledger import Changes, Tier
+from transfer.store.ledger import Changes
 from transfer.store.refs import StoreError
 from transfer.store.worker import StoreResults, StoreWorker
 
@@ -39,7 +39,7 @@ class Tiers:
         self._open: dict[str, float] = {}  # the loads, and when each is given up, in seconds of the monotonic clock
         self._is_alive = True
         self._changes: Changes = {}
-        self._held: set[tuple[Tier, bytes]] = set()
+        self._store = store  # it is its thread's; see `StoreWorker`
         self._worker = StoreWorker(store, lambda: self._wake())
 
     def leading(self, keys: Sequence[bytes]) -> int:
@@ -63,7 +63,7 @@ class Tiers:
             results = self._worker.take_results()
         except StoreError as error:
             return self._lost(error)
-        self._note(results.changes)
+        self._changes |= results.changes
         late = [request_id for request_id, until_s in self._open.items() if until_s <= time.monotonic()]
         loaded = {request_id: blocks for request_id, blocks in _leading_of(results).items() if request_id in self._open}
         for request_id in late:
@@ -95,16 +95,11 @@ class Tiers:
         """End the store's thread; idempotent. What is on the disk stays."""
         self._worker.close()
 
-    def _note(self, changes: Changes) -> None:
-        self._changes |= changes
-        self._held |= {place for place, is_now in changes.items() if is_now}
-        self._held -= {place for place, is_now in changes.items() if not is_now}
-
     def _lost(self, error: StoreError) -> dict[str, int]:
         """Nothing is loaded any more: the thread has died."""
         if self._is_alive:
             logger.error("the engine goes on without its KV tiers: %r", error.__cause__)
-            self._note(dict.fromkeys(self._held, False))
+            self._changes = dict.fromkeys(self._store.held(), False)
         self._is_alive = False
         lost, self._open = dict.fromkeys(self._open, 0), {}
         return lost

@@ -81,7 +81,9 @@ async def test_prompts_that_left_prefills_memory_come_back_from_its_tiers(
             before = await loaded(engines, PREFILL, tier)
             answer = await split(engines, known)
             assert await loaded(engines, PREFILL, tier) - before == min(kept, again - 1) // BLOCK - here // BLOCK
+            before = await loaded(engines, PREFILL, tier)
             assert answer.tokens == await whole(engines, known)
+            assert await loaded(engines, PREFILL, tier) == before, "what is compared with was computed"
         known = prompt(700)
         await split(engines, known)
         for turn in range(10):

@@ -33,15 +33,14 @@ import asyncio
 import itertools
 import json
 import random
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.schema import BatonConfig, DiskKVConfig, ModelConfig, PoolConfig, VllmEngineConfig
+from load_tests.harness.ending import in_a_folder
 from load_tests.harness.engines.pair import Core
 from load_tests.harness.engines.rig import kv_shape
 from load_tests.harness.engines.several import several
@@ -249,17 +248,9 @@ def _ways(text: str) -> list[str]:
     return ways
 
 
-async def _main(options: argparse.Namespace) -> dict[str, Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    # SIGTERM ends the benchmark as Ctrl-C does: together with its engines.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        return await run(options, Path(folder))
-
-
 if __name__ == "__main__":
     begun = time.monotonic()
-    result = asyncio.run(_main(parse(None)))
+    options = parse(None)
+    result = asyncio.run(in_a_folder(lambda folder: run(options, folder)))
     result["conditions"]["run_s"] = round(time.monotonic() - begun)
     print(json.dumps(result), flush=True)

@@ -49,14 +49,13 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from load_tests.harness.ending import in_a_folder
 from load_tests.harness.engines.pair import Pair, Served
 from load_tests.harness.engines.rig import SYSTEMS, Rig, blocks, configuration, kv_shape
 from load_tests.harness.machine import conditions, memcpy_gb_per_s
@@ -201,17 +200,9 @@ def _systems(text: str) -> list[str]:
     return systems
 
 
-async def _main(options: argparse.Namespace) -> dict[str, Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    # SIGTERM ends the benchmark as Ctrl-C does: together with its engines.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as trace_dir:
-        return await run(options, Path(trace_dir))
-
-
 if __name__ == "__main__":
     begun = time.monotonic()
-    result = asyncio.run(_main(parse(None)))
+    options = parse(None)
+    result = asyncio.run(in_a_folder(lambda folder: run(options, folder)))
     result["conditions"]["run_s"] = round(time.monotonic() - begun)
     print(json.dumps(result), flush=True)

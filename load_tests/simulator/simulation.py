@@ -87,12 +87,11 @@ class Simulation:
             self._calendar.step()
             if self._calendar.now_s > last_s:
                 raise SimulationError(f"{len(requests) - len(self._records)} requests neither served nor refused")
-        replicas = [node.replica for node in self.nodes.values()]
         return Result(
             tuple(self._records[str(index)] for index in range(len(requests))),
-            sum(replica.preemptions for replica in replicas),
+            sum(node.replica.preemptions for node in self.nodes.values()),
             self._moves,
-            sum(replica.memory.used for replica in replicas),
+            sum(node.replica.memory.used for node in self.nodes.values()),
             self._calendar.now_s,
             self._calendar.acts,
         )
@@ -128,8 +127,8 @@ class Simulation:
 
     def _refuse(self, session_id: str, answer: Reject) -> None:
         request = self._trace.requests[int(session_id)]
-        why = answer.code or answer.reason
-        self._end(session_id, Record(request.at_s, request.prompt_tokens, request.output_tokens, refused=why))
+        lengths = request.prompt_tokens, request.output_tokens
+        self._end(session_id, Record(request.at_s, *lengths, refused=answer.code or answer.reason))
 
     def _place(self, session: Session, placement: Placement, work: Work) -> None:
         """`work`: what is left of the session, as one replica alone would do it."""

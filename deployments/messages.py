@@ -114,13 +114,16 @@ class CacheChange:
     """What a replica's prefix cache gained and lost since its last snapshot, as chained block hashes.
 
     `sequence` grows by one with every change of that replica; a receiver that misses one asks for the whole cache.
-    `whole`: `stored` is the whole cache, and what the receiver knew before is void.
+    `whole`: `stored` is the whole cache, and what the receiver knew before is void. `left`: cached blocks that only a
+    KV tier has now. `returned`: blocks of which that is not so any more.
     """
 
     sequence: int
     stored: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
     whole: bool = False
+    left: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,32 +14,32 @@ class CacheLog:
     """
 
     def __init__(self) -> None:
-        self._cached: set[int] = set()
-        self._gained: set[int] = set()
-        self._lost: set[int] = set()
+        self._cached, self._tiered = _Blocks(), _Blocks()
         self._sequence = 0
         self._is_told = False
 
     def __len__(self) -> int:
-        return len(self._cached)
+        return len(self._cached.now)
 
     def stored(self, hashes: Iterable[int]) -> None:
-        """Blocks were cached; those that were cached already do not count again."""
-        new = set(hashes) - self._cached
-        self._cached |= new
-        self._gained |= new - self._lost
-        self._lost -= new
+        """Blocks came into the engine's memory; those that were there already do not count again."""
+        new = set(hashes)
+        self._cached.add(new)
+        self._tiered.discard(new)
+
+    def left(self, hashes: Iterable[int]) -> None:
+        """Blocks were evicted from the engine's memory, and a tier has them; unknown ones are ignored."""
+        self._tiered.add(self._cached.now.intersection(hashes))
 
     def removed(self, hashes: Iterable[int]) -> None:
-        """Blocks were evicted; unknown ones are ignored."""
-        gone = self._cached.intersection(hashes)
-        self._cached -= gone
-        self._lost |= gone - self._gained
-        self._gained -= gone
+        """Blocks are cached nowhere any more; unknown ones are ignored."""
+        gone = set(hashes)
+        self._cached.discard(gone)
+        self._tiered.discard(gone)
 
     def clear(self) -> None:
         """Nothing is cached, or what is cached is not known any more."""
-        self._cached.clear()
+        self._cached, self._tiered = _Blocks(), _Blocks()
         self._is_told = False
 
     def change(self, whole: bool = False) -> CacheChange | None:
@@ -48,10 +48,39 @@ class CacheLog:
         Each change is given once. A caller that could not deliver one asks for the whole.
         """
         whole = whole or not self._is_told
-        if not (whole or self._gained or self._lost):
+        cached, tiered = self._cached, self._tiered
+        if not (whole or cached.came or cached.went or tiered.came or tiered.went):
             return None
         self._sequence += 1
-        stored, removed = (self._cached, ()) if whole else (self._gained, self._lost)
-        change = CacheChange(self._sequence, tuple(stored), tuple(removed), whole)
-        self._gained, self._lost, self._is_told = set(), set(), True
+        stored, removed = (cached.now, set[int]()) if whole else (cached.came, cached.went)
+        left, returned = (tiered.now, set[int]()) if whole else (tiered.came, tiered.went)
+        told = tuple(stored), tuple(removed), whole, tuple(left), tuple(returned)
+        change = CacheChange(self._sequence, *told)
+        self._is_told = True
+        cached.told()
+        tiered.told()
         return change
+
+
+class _Blocks:
+    """A set of blocks, and what has come and gone since it was told. What did both is not told."""
+
+    def __init__(self) -> None:
+        self.now: set[int] = set()
+        self.came: set[int] = set()
+        self.went: set[int] = set()
+
+    def add(self, blocks: set[int]) -> None:
+        new = blocks - self.now
+        self.now |= new
+        self.came |= new - self.went
+        self.went -= new
+
+    def discard(self, blocks: set[int]) -> None:
+        gone = self.now & blocks
+        self.now -= gone
+        self.went |= gone - self.came
+        self.came -= gone
+
+    def told(self) -> None:
+        self.came, self.went = set(), set()

@@ -117,17 +117,20 @@ class Translator:
         self._hashes = {name: chained for name, chained in self._hashes.items() if name in self._tiers}
         self._log.clear()
         self._log.stored(self._hashes.values())
+        self._log.left(self._hashes.values())
 
     def _left_tier(self, name: BlockName, tier: str) -> None:
         tiers = self._tiers.get(name, set())
         tiers.discard(tier)
         if not tiers:
             self._tiers.pop(name, None)
-            self._forget(name)
+            if name in self._hashes and name not in self._copies:
+                self._log.removed([self._hashes.pop(name)])
 
-    def _forget(self, name: BlockName) -> None:
-        """A name whose block may be cached nowhere any more."""
-        if name in self._hashes and name not in self._copies and name not in self._tiers:
+    def _left_memory(self, name: BlockName) -> None:
+        if name in self._tiers:
+            self._log.left([self._hashes[name]])
+        else:
             self._log.removed([self._hashes.pop(name)])
 
     def _stored(self, event: BlockStored) -> None:
@@ -156,7 +159,7 @@ class Translator:
             self._copies[name] -= 1
             if not self._copies[name]:
                 del self._copies[name]
-                self._forget(name)
+                self._left_memory(name)
 
 
 def _tier(event: BlockStored | BlockRemoved) -> str | None:

@@ -163,7 +163,7 @@ class Decider:
         left = replace(
             request, prompt_tokens=held, max_tokens=most_tokens(request) - held, hashes=(), moved_from=moved_from
         )
-        knowledge = replace(session.knowledge, hits={}, output_tokens=left_tokens, pinned=frozenset())
+        knowledge = replace(session.knowledge, hits={}, resident={}, output_tokens=left_tokens, pinned=frozenset())
         rest = OpenSession(left, knowledge, session.since_s)
         return self._field(rest, view, self.classes.resolve(request.priority))
 

@@ -58,8 +58,10 @@ class Predictors:
         return self._known(request, self.lengths.guess(request))
 
     def _known(self, request: SessionRequest, length: Length) -> Knowledge:
+        hits, resident = self.index.find(request.hashes) if request.hashes else ({}, {})
         return Knowledge(
-            hits=self.index.hits(request.hashes) if request.hashes else {},
+            hits=hits,
+            resident=resident,
             output_tokens=length.mean,
             trusted=frozenset(pool for pool, model in self.models.items() if model.count >= TRUSTED_STEPS),
             pinned=self._affinities.get(request.affinity, frozenset()) if request.affinity else frozenset(),

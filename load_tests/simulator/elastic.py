@@ -202,6 +202,7 @@ class ElasticSimulation(Simulation):
         members.nodes.append(node)
         members.begun_s[node.replica.info.replica_id] = start.begun_s
         self.nodes[node.replica.info.replica_id] = node
+        self._fetches.join(node)
         self._reports.join(node)
 
     def _drain(self, members: Members, node: Node) -> None:

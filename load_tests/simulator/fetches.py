@@ -3,51 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from deployments.messages import FetchPlan
 from deployments.policy.placement.fetch import FETCH_S
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node
+from load_tests.simulator.reporting import TIER_BYTES_PER_S
 from load_tests.simulator.work import Work
-
-TIER_BYTES_PER_S = 40e9
-"""What a load from main memory has of PCIe 5.0 x16, whose data sheet says 63e9."""
 
 
 class Fetches:
-    """`submit`: gives a sequence to the replica that computes its prompt."""
+    """Brings what a prompt finds elsewhere, once the prompt has its blocks, as the product does.
+
+    The tier is asked where it has at least as much as the source. What has gone meanwhile is computed. `touched`: told
+    of a replica that has something new to do.
+    """
 
     def __init__(
-        self, calendar: Calendar, nodes: Mapping[str, Node], block_tokens: int, submit: Callable[[Node, Work], None]
+        self, calendar: Calendar, nodes: Mapping[str, Node], block_tokens: int, touched: Callable[[Node], None]
     ) -> None:
-        self._calendar, self._nodes, self._block_tokens, self._submit = calendar, nodes, block_tokens, submit
+        self._calendar, self._nodes, self._block_tokens, self._touched = calendar, nodes, block_tokens, touched
+        for node in nodes.values():
+            self.join(node)
 
-    def begin(self, plan: FetchPlan | None, node: Node, work: Work) -> None:
-        """Load or fetch what is not in the replica's memory, and submit the sequence then.
+    def join(self, node: Node) -> None:
+        """A replica is there from now on."""
+        node.replica.bring = partial(self._begin, node)
 
-        The tier is asked where it has at least as much as the placement says that another replica has. Blocks that have
-        gone meanwhile are computed.
-        """
-        memory, now_s = node.replica.memory, self._calendar.now_s
+    def _begin(self, node: Node, work: Work) -> bool:
+        plan, most = work.fetch, (work.target - 1) // self._block_tokens
+        kept = node.replica.memory.kept(work.hashes, most)
         source = self._nodes.get(plan.source.replica_id) if plan else None
-        wanted = plan.tokens // self._block_tokens if plan else 0
-        have = memory.hits(work.hashes, (work.target - 1) // self._block_tokens)
-        kept = memory.kept(work.hashes, (work.target - 1) // self._block_tokens)
+        wanted = min(plan.tokens // self._block_tokens, most) if plan else 0
         there = source.replica.memory.hits(work.hashes, wanted) if source else 0
         blocks = max(kept, there)
-        if blocks <= have:
-            self._submit(node, work)
-            return
-        if work.session_id not in node.replica.sessions:
-            node.replica.expect(work)
-        size = (blocks - have) * self._block_tokens * node.kv_bytes_per_token
-        if source is None or kept >= there:
-            there_s = now_s + size / TIER_BYTES_PER_S
-        else:
-            there_s = max(source.out.passes(size, now_s), node.into.passes(size, now_s)) + FETCH_S
-        self._calendar.at(there_s, self._there, (node, work, blocks))
+        tokens = blocks * self._block_tokens - work.computed
+        if tokens <= 0:
+            return False
+        there_s = self._there_s(tokens * node.kv_bytes_per_token, source if there > kept else None, node)
+        self._calendar.at(there_s, self._there, (node, work, blocks * self._block_tokens))
+        return True
+
+    def _there_s(self, size: float, source: Node | None, node: Node) -> float:
+        """`source`: None is the replica's tier."""
+        now_s = self._calendar.now_s
+        if source is None:
+            return now_s + size / TIER_BYTES_PER_S
+        return max(source.out.passes(size, now_s), node.into.passes(size, now_s)) + FETCH_S
 
     def _there(self, what: tuple[Node, Work, int]) -> None:
-        node, work, blocks = what
-        node.replica.memory.bring(work.hashes[:blocks])
-        self._submit(node, work)
+        node, work, tokens = what
+        node.replica.brought(work, tokens, self._calendar.now_s)
+        self._touched(node)

@@ -19,11 +19,11 @@ class BlockMemory:
     """`total` blocks of `block_tokens` tokens. A hashed block counts once, however many sequences hold it.
 
     `used`: the blocks that some sequence holds. `idle`: the blocks that only the cache holds; new ones replace them.
-    `tier`: the blocks that the tier in main memory can have.
+    `tier_blocks`: those that the tier in main memory can have.
     """
 
-    def __init__(self, total: int, block_tokens: int, tier: int = 0) -> None:
-        self.total, self._tier_size = total, tier
+    def __init__(self, total: int, block_tokens: int, tier_blocks: int = 0) -> None:
+        self.total, self.tier_blocks = total, tier_blocks
         self.block_tokens = block_tokens
         self.used = 0
         self._holders: dict[int, int] = {}
@@ -31,6 +31,8 @@ class BlockMemory:
         self._tier: OrderedDict[int, None] = OrderedDict()
         self._stored: set[int] = set()
         self._removed: set[int] = set()
+        self._left: set[int] = set()
+        self._returned: set[int] = set()
 
     @property
     def idle(self) -> int:
@@ -58,20 +60,6 @@ class BlockMemory:
             count += 1
         return count
 
-    def bring(self, hashes: Sequence[int]) -> None:
-        """Blocks have come from the tier, or from another replica's cache, as far as there is room beside those in use.
-
-        What is in the tier stays there, too, until it is among the oldest.
-        """
-        room = self.total - self.used
-        new = [block for block in hashes if block not in self._holders and block not in self._idle][:room]
-        for block in hashes:
-            if block in self._idle:
-                self._idle.move_to_end(block)
-        self._idle.update(dict.fromkeys(reversed(new)))  # the end of a prompt is evicted first
-        _note(new, self._stored, self._removed)
-        self.grow(0)
-
     def allocate(self, work: Work, tokens: int, reserve: int = 0) -> bool:
         """Take blocks for the first `tokens` tokens of a sequence that holds none, cached ones first. False: no room.
 
@@ -96,14 +84,17 @@ class BlockMemory:
         beyond = self.used + len(self._idle) - self.total
         if beyond > 0:
             evicted = [self._idle.popitem(last=False)[0] for _ in range(beyond)]
-            _note(self._keep(evicted), self._removed, self._stored)
+            gone = self._keep(evicted)
+            _note(gone, self._removed, self._stored)
+            _note([block for block in evicted if block in self._tier], self._left, self._returned)
+            self._returns(gone)
 
     def _keep(self, evicted: Sequence[int]) -> list[int]:
         """Put evicted blocks into the tier. Returns those that are nowhere now."""
         for block in evicted:
             self._tier[block] = None
             self._tier.move_to_end(block)
-        gone = [self._tier.popitem(last=False)[0] for _ in range(len(self._tier) - self._tier_size)]
+        gone = [self._tier.popitem(last=False)[0] for _ in range(len(self._tier) - self.tier_blocks)]
         return [block for block in gone if block not in self._holders and block not in self._idle]
 
     def commit(self, work: Work, tokens: int) -> None:
@@ -123,6 +114,8 @@ class BlockMemory:
             self._holders[block] = 1
             work.held += 1
         _note(work.hashes[begin : work.held], self._stored, self._removed)
+        if self._tier:
+            self._returns([block for block in work.hashes[begin : work.held] if block in self._tier])
 
     def release(self, work: Work, blocks: int) -> None:
         """A sequence gives up its `blocks` blocks. The end of its prompt is evicted first."""
@@ -137,12 +130,16 @@ class BlockMemory:
                 self.used -= 1
         work.held, work.is_sharing = 0, True
 
-    def changes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The hashes that were added and removed since the last call."""
-        stored, removed = tuple(self._stored), tuple(self._removed)
-        if stored or removed:
-            self._stored, self._removed = set(), set()
-        return stored, removed
+    def _returns(self, blocks: Sequence[int]) -> None:
+        if self.tier_blocks:
+            _note(blocks, self._returned, self._left)
+
+    def changes(self) -> tuple[tuple[int, ...], ...]:
+        """The hashes that came and went since the last call, those that only the tier has now, and has not any more."""
+        told = self._stored, self._removed, self._left, self._returned
+        if any(told):
+            self._stored, self._removed, self._left, self._returned = set(), set(), set(), set()
+        return tuple(map(tuple, told))
 
     def _hold(self, block: int) -> None:
         if block in self._idle:

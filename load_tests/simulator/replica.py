@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
+from collections.abc import Callable
 
 from deployments.messages import ReplicaInfo
 from deployments.policy.step_size import LOOKED_AT, share_of_one
@@ -21,7 +22,10 @@ from load_tests.simulator.work import Work
 
 
 class Replica:
-    """One engine. `boundary_s`: when `boundary` is to be called next; None: not before something arrives."""
+    """One engine. `boundary_s`: when `boundary` is to be called next; None: not before something arrives.
+
+    `bring`: asked once a prompt has its blocks. True: a part of it comes from elsewhere, and `brought` is called then.
+    """
 
     def __init__(
         self,
@@ -39,10 +43,12 @@ class Replica:
         self.preemptions = 0
         self.backlog_tokens = 0
         self.sessions: dict[str, Work] = {}
+        self.bring: Callable[[Work], bool] = lambda work: False
         self.log = Log()
         self.waiting: deque[Work] = deque()
         self.prefilling: list[Work] = []
         self._ready: deque[Work] = deque()
+        self._brought: deque[Work] = deque()
         self._leaving: list[Work] = []
         self._coming: dict[str, Work] = {}  # offered, and their KV is not here yet
         self._limits, self._pace = limits, Pace(coefficients, limits, rng, speed)
@@ -76,6 +82,14 @@ class Replica:
             self._ready.append(work)
         self._interrupt(now_s)
 
+    def brought(self, work: Work, tokens: int, now_s: float) -> None:
+        """The first `tokens` tokens of a prompt are here; what it has of them by its own cache is among them."""
+        self.backlog_tokens -= max(tokens - work.computed, 0)
+        work.cached_tokens = work.computed = max(tokens, work.computed)
+        self.memory.commit(work, work.computed)
+        self._brought.append(work)
+        self._interrupt(now_s)
+
     def give_up(self, session_id: str, now_s: float) -> None:
         """A session moves to another replica when the current step is over, if it decodes then."""
         if (work := self.sessions.get(session_id)) is not None and work in self.batch:
@@ -105,6 +119,8 @@ class Replica:
         self._give_up(happened)
         while self._ready and self.seats_taken < self._limits.sequences:
             self.batch.join(self._ready.popleft())
+        while self._brought and self.seats_taken < self._limits.sequences:
+            self.prefilling.append(self._brought.popleft())
         put_off = self._make_room() and self.seats_taken > 0
         if not put_off:
             self._admit(happened)
@@ -210,6 +226,8 @@ class Replica:
                 continue
             work.computed = work.cached_tokens
             self.backlog_tokens -= work.cached_tokens
+            if self.bring(work):
+                continue
             self.prefilling.append(work)
             budget -= min(most, work.target - work.computed)
 

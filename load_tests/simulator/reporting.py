@@ -5,6 +5,9 @@ from __future__ import annotations
 from deployments.messages import CacheChange, Phase, ReplicaSnapshot
 from load_tests.simulator.replica import Replica
 
+TIER_BYTES_PER_S = 40e9
+"""What a load from main memory has of PCIe 5.0 x16, whose data sheet says 63e9."""
+
 
 class Reporter:
     """Makes a replica's snapshots.
@@ -47,12 +50,13 @@ class Reporter:
             cache=self._cache(),
             held_tokens=tuple(batch.held_tokens(work, steps) for work in replica.sessions.values()),
             movable=frozenset(replica.sessions),
+            counters={"tier_loaded_bytes": TIER_BYTES_PER_S, "tier_load_s": 1.0} if memory.tier_blocks else {},
         )
 
     def _cache(self) -> CacheChange | None:
-        stored, removed = self._replica.memory.changes()
+        stored, removed, left, returned = self._replica.memory.changes()
         whole = self._changes == 0
-        if not (whole or stored or removed):
+        if not (whole or stored or removed or left or returned):
             return None
         self._changes += 1
-        return CacheChange(self._changes, stored, removed, whole)
+        return CacheChange(self._changes, stored, removed, whole, left, returned)

@@ -70,7 +70,7 @@ class Simulation:
         ]
         self._ingresses = ingresses(managers, self._calendar, options, self._answered)
         self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options, self._give_up)
-        self._fetches = Fetches(self._calendar, self.nodes, trace.block_tokens, self._submit)
+        self._fetches = Fetches(self._calendar, self.nodes, trace.block_tokens, self._touched)
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
         self._begin_s = options.snapshot_delay_s + 1e-3
         self._sessions: dict[str, Session] = {}
@@ -144,6 +144,7 @@ class Simulation:
             hashes = work.hashes[: prompt // self._trace.block_tokens]
             session.prefill = Work(work.session_id, epoch, prompt, 1, hashes, reserved, keeps=True)
             session.helper = self.nodes[placement.prefill.replica_id]
+        (session.prefill or work).fetch = placement.fetch
         self._calendar.at(self._calendar.now_s + self._hop_s, self._start, session)
 
     # ---- moves
@@ -192,7 +193,7 @@ class Simulation:
 
     def _start(self, session: Session) -> None:
         if session.helper is None or session.prefill is None:
-            self._fetches.begin(session.placement.fetch, session.owner, session.answer)
+            self._submit(session.owner, session.answer)
             return
         self._submit(session.owner, session.answer)
         session.helper.replica.expect(session.prefill)
@@ -235,7 +236,7 @@ class Simulation:
             self._send(session, Chunk(work, 0, work.context, now_s))
             self._calendar.at(max(session.landed_s, now_s), self._land, session)
             return
-        self._fetches.begin(session.placement.fetch, session.helper, work)
+        self._submit(session.helper, work)
 
     def _submit(self, node: Node, work: Work) -> None:
         node.replica.submit(work, self._calendar.now_s)
@@ -275,8 +276,7 @@ class Simulation:
     # ---- ends
 
     def _served(self, session: Session, last_s: float) -> None:
-        request, block = session.request, self._trace.block_tokens
-        tokens = request.output_tokens
+        request, tokens, block = session.request, session.request.output_tokens, self._trace.block_tokens
         record = Record(
             request.at_s,
             request.prompt_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deployments.messages import NOTHING, Reservation
+from deployments.messages import NOTHING, FetchPlan, Reservation
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,8 @@ class Work:
     tokens so far, including those of the other replica. `computed`: while it prefills, the tokens of `target` whose KV
     is there. `target` grows when a preempted sequence computes its answer again. `held`: the leading hashed blocks that
     it holds by their hashes. `is_sharing`: whether the next full blocks may also be found by their hashes. `tpot_s`:
-    the objective of its class; 0: none. `is_given_up`: it has moved, and its KV is read from here.
+    the objective of its class; 0: none. `fetch`: the part of its prompt that comes from another replica's cache.
+    `is_given_up`: it has moved, and its KV is read from here.
     """
 
     session_id: str
@@ -35,6 +36,7 @@ class Work:
     is_sharing: bool = True
     is_offered: bool = False
     tpot_s: float = 0.0
+    fetch: FetchPlan | None = None
     is_given_up: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from deployments.fleet.columns import Codes, Columns, Kind, Numbers
 from deployments.fleet.flow import WINDOW_S
 from deployments.messages import SessionRequest
-from deployments.policy.placement.fetch import Fetched, fetched
+from deployments.policy.placement.fetch import Fetched, brought_s, fetched
 from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.step_size import LEAST_SHARE, PROMPT_SHARE, STEADY
 from deployments.step_cost import Coefficients
@@ -55,9 +55,10 @@ class Outlook:
     ) -> None:
         self.request, self.columns, self.knowledge, self.now_s = request, columns, knowledge, now_s
         self._prompt_share, self._may_fetch = prompt_share, may_fetch
-        self.hit_rows, self.hit_tokens = self._find_hits(knowledge.hits) if knowledge.hits else (NO_ROWS, NO_TOKENS)
+        self.hit_rows, self.hit_tokens = self.found(knowledge.hits) if knowledge.hits else (NO_ROWS, NO_TOKENS)
 
-    def _find_hits(self, hits: Mapping[str, int]) -> tuple[Codes, Numbers]:
+    def found(self, hits: Mapping[str, int]) -> tuple[Codes, Numbers]:
+        """The rows of replicas, and the tokens of these blocks of the prompt."""
         rows = np.fromiter(map(self.columns.rows.get, hits, repeat(-1)), np.int64, len(hits))
         blocks = np.fromiter(hits.values(), np.float64, len(hits))
         known = rows >= 0
@@ -90,12 +91,10 @@ class Outlook:
 
     @cached_property
     def ahead_s(self) -> Numbers:
-        """Seconds until the prompt's turn: those before it are computed, and what it fetches meanwhile is there."""
-        if not self.fetches:
+        """Seconds until the prompt's turn: those before it are computed, and what is loaded or fetched is there."""
+        if not self.fetches and not self.knowledge.resident:
             return self.queue_s
-        seconds = self.queue_s.copy()
-        for each in self.fetches:
-            seconds[each.rows] = np.maximum(seconds[each.rows], each.takes_s)
+        seconds: Numbers = np.maximum(self.queue_s, brought_s(self))
         return seconds
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which prompts would be fetched in part from another replica's cache, and what that takes and saves. Pure.
+"""What a prompt would load from a replica's KV tiers, or fetch from another replica's cache, and what that takes. Pure.
 
 Of the replicas of one engine, the one that has most of the prompt is the source for all others. So what a fetch saves
 is a column like any other, and every way is weighed with it.
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from deployments.policy.placement.estimates import Outlook
 
 FETCH_S = 0.02
-"""What a fetch costs besides its bytes: messages, and the steps of the engine that go by until its request runs."""
+"""What a fetch or a load costs besides its bytes: messages, and the steps of the engine until its request runs."""
+LOAD_BYTES_PER_S = 5e9
+"""What a replica's tiers are taken to give until it has loaded something."""
 LINK_BYTES_PER_S = 1e9
 """What two replicas are taken to exchange until a write between two has been measured."""
 LEAST_TIMEOUT_S = 0.1
@@ -54,10 +56,11 @@ def fetched(outlook: Outlook) -> Iterator[Fetched]:
     for same in columns.by_engine():
         if (source := _source(outlook, same)) is None:
             continue
-        tokens = outlook.cached_on(source)
+        resident = resident_tokens(outlook)
+        tokens = int(resident[source])
         able = same & columns.ready & columns.decodes
         rows = np.flatnonzero(able & (tokens - outlook.cached_tokens >= columns["block_size"]))
-        brought = tokens - outlook.cached_tokens[rows]
+        brought = tokens - resident[rows]
         link = outlook.knowledge.link_bytes_per_s or LINK_BYTES_PER_S
         takes_s = FETCH_S + brought * columns["kv_bytes_per_token"][rows] / link
         spares_s = outlook.whole_beside_s[rows] - outlook.beside_from(tokens)[rows]
@@ -69,15 +72,35 @@ def fetched(outlook: Outlook) -> Iterator[Fetched]:
 def _source(outlook: Outlook, same: Flags | np.bool_) -> int | None:
     """The replica that has most of the prompt and lends it; of several, the one that moves the fewest bytes now.
 
-    Engines of several workers do not lend.
+    Engines of several workers do not lend, and none lends what only its tiers have.
     """
     columns, hits = outlook.columns, outlook.hit_rows
     able = hits[(same & columns.ready)[hits]]
-    order = np.lexsort((outlook.link_load[able], -outlook.cached_tokens[able]))
+    order = np.lexsort((outlook.link_load[able], -resident_tokens(outlook)[able]))
     for row in able[order[:SOURCES]]:
         if len(columns.info(int(row)).endpoints) == 1:
             return int(row)
     return None
+
+
+def resident_tokens(outlook: Outlook) -> Numbers:
+    """Prompt tokens in the memory of each replica's engine."""
+    if not outlook.knowledge.resident:
+        return outlook.cached_tokens
+    column = outlook.cached_tokens.copy()
+    rows, tokens = outlook.found(outlook.knowledge.resident)
+    column[rows] = tokens
+    return column
+
+
+def brought_s(outlook: Outlook) -> Numbers:
+    """Seconds until what is not computed is in each replica's memory: loaded from its tiers, or fetched."""
+    columns, loaded = outlook.columns, outlook.cached_tokens - resident_tokens(outlook)
+    rate = np.where(columns["load_bytes_per_s"] > 0, columns["load_bytes_per_s"], LOAD_BYTES_PER_S)
+    seconds: Numbers = np.where(loaded > 0, FETCH_S + loaded * columns["kv_bytes_per_token"] / rate, 0.0)
+    for each in outlook.fetches:
+        seconds[each.rows] = each.takes_s
+    return seconds
 
 
 def displaced_s(outlook: Outlook) -> Numbers:

@@ -8,6 +8,7 @@ It is made for millions of blocks over thousands of replicas in one Python proce
 - The blocks are spread over many small tables, so that no growth, eviction or cleaning takes long.
 - A replica that is lost, or that reports its whole cache anew, gives up its slot at once, and the slot is no hit any
   more. Its entries are cleaned away a few tables at a time, at each sweep and loss; then the slot is used again.
+- A replica with KV tiers has a second slot, for the blocks that only its tiers have.
 - A full table forgets the block that was stored, or was part of a placed prompt, the longest time ago.
 - Blocks that placed prompts are about to bring are kept apart, by prompt: `expected_blocks`.
 """
@@ -56,6 +57,8 @@ class PrefixIndex:
         self._table_blocks = max(1, max_blocks // count)
         self._expected = ExpectedBlocks(expectation_s, max(1, max_blocks // _EXPECTED_SHARE))
         self._slots: dict[str, int] = {}
+        self._tiers: dict[str, int] = {}  # the second slots, of replicas that have one
+        self._of_tier: dict[int, str] = {}
         self._sequences: dict[str, int] = {}
         self._names: list[str] = []  # of each slot
         self._numbers: list[int] = []  # each slot as the one object that all tables share
@@ -101,7 +104,18 @@ class PrefixIndex:
             self._remove(block, slot)
         for block in change.stored:
             self._add(block, slot)
+        self._tiered(replica_id, change)
         return True
+
+    def _tiered(self, replica_id: str, change: CacheChange) -> None:
+        if change.left and replica_id not in self._tiers:
+            self._tiers[replica_id] = self._new_slot(replica_id)
+            self._of_tier[self._tiers[replica_id]] = replica_id
+        if (slot := self._tiers.get(replica_id)) is not None:
+            for block in change.returned:
+                self._remove(block, slot)
+            for block in change.left:
+                self._add(block, slot)
 
     def expect(self, replica_ids: Iterable[str], hashes: Sequence[int], now_s: float, known: int = 0) -> int:
         """These replicas are about to cache these blocks, in the order of the prompt.
@@ -130,7 +144,12 @@ class PrefixIndex:
     def hits(self, hashes: Sequence[int]) -> Mapping[str, int]:
         """The number of leading blocks of a prompt that each replica caches, for those that cache at least the
         first."""
+        return self.find(hashes)[0]
+
+    def find(self, hashes: Sequence[int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The `hits`, and how many of its leading blocks the memory of a replica's engine has where tiers have more."""
         found: dict[str, int] = {}
+        resident: dict[str, int] = {}
         tables, mask, names, expected_on = self._tables, self._mask, self._names, self._expected.of
         holding: set[int] = set()
         before: tuple[_Holders | None, Mapping[int, int] | None] = None, None
@@ -141,6 +160,11 @@ class PrefixIndex:
                 holders, expected = now
                 slots = set(_unpack(holders) if holders is not None else ())
                 slots.update(expected or ())
+                for tier in self._of_tier.keys() & slots if self._of_tier else ():
+                    slots.discard(tier)
+                    replica_id = self._of_tier[tier]
+                    if not expected or self._slots[replica_id] not in expected:
+                        resident.setdefault(replica_id, depth)
                 if not depth:
                     slots -= self._given_up
                     holding = slots
@@ -153,7 +177,7 @@ class PrefixIndex:
                 before = now
             depth += 1
         found.update(dict.fromkeys(map(names.__getitem__, holding), depth))
-        return found
+        return found, {each: at for each, at in resident.items() if at < found.get(each, 0)} if resident else resident
 
     def sweep(self, now_s: float) -> None:
         """Drop expectations that were not confirmed, and clean up after lost replicas, a bounded part at a time."""
@@ -164,21 +188,26 @@ class PrefixIndex:
 
     def _slot(self, replica_id: str) -> int:
         if replica_id not in self._slots:
-            if not self._free and len(self._names) == _MAX_SLOTS:
-                self._clean(2 * len(self._tables))
-            if self._free:
-                slot = self._free.pop()
-                self._names[slot] = replica_id
-            else:
-                slot = len(self._names)
-                self._names.append(replica_id)
-                self._numbers.append(slot)
-            self._slots[replica_id] = self._numbers[slot]
+            self._slots[replica_id] = self._new_slot(replica_id)
         return self._slots[replica_id]
 
+    def _new_slot(self, replica_id: str) -> int:
+        if not self._free and len(self._names) == _MAX_SLOTS:
+            self._clean(2 * len(self._tables))
+        if self._free:
+            slot = self._free.pop()
+            self._names[slot] = replica_id
+        else:
+            slot = len(self._names)
+            self._names.append(replica_id)
+            self._numbers.append(slot)
+        return self._numbers[slot]
+
     def _give_up(self, replica_id: str) -> None:
-        if (slot := self._slots.pop(replica_id, None)) is not None:
-            self._given_up.add(slot)
+        gone = {slots.pop(replica_id) for slots in (self._slots, self._tiers) if replica_id in slots}
+        if gone:
+            self._of_tier = {slot: each for slot, each in self._of_tier.items() if slot not in gone}
+            self._given_up |= gone
             self._clean(1)
 
     def _clean(self, tables: int) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEvents, Translator
+from deployments.messages import CacheChange
 from transfer.memory.blocks import chained_hashes, salt_of
 
 TOKENS = list(range(100, 140))
@@ -24,14 +25,22 @@ def stored(first: int, *names: int, parent: int | None = None, **rest: Any) -> B
     return BlockStored(list(names), parent, tokens, **{"block_size": 10, **rest})
 
 
-def cached(*events: Event) -> set[int]:
+def told(*events: Event) -> CacheChange:
     log = CacheLog()
     translator = Translator(10, log)
     for event in events:
         translator.take(event)
     change = log.change(whole=True)
     assert change is not None
-    return set(change.stored)
+    return change
+
+
+def cached(*events: Event) -> set[int]:
+    return set(told(*events).stored)
+
+
+def tiered(*events: Event) -> set[int]:
+    return set(told(*events).left)
 
 
 def test_chains_go_on_from_the_parent() -> None:
@@ -68,6 +77,15 @@ def test_a_block_is_cached_while_memory_or_a_tier_has_it() -> None:
     assert cached(*both, in_tier(71, medium="STORAGE"), out_of_tier(71)) == set(HASHES[:2])
     assert cached(*both, stored(0, 71), out_of_tier(71)) == set(HASHES[:2]), "it came back into memory"
     assert cached(stored(0, 71), in_tier(71), out_of_tier(71)) == {HASHES[0]}
+
+
+def test_what_has_left_memory_and_is_in_a_tier_is_told() -> None:
+    both = (stored(0, 71, 72), in_tier(71, 72))
+    assert tiered(*both) == set()
+    assert tiered(*both, BlockRemoved([71])) == {HASHES[0]}
+    assert tiered(*both, BlockRemoved([71]), stored(0, 71)) == set()
+    assert tiered(*both, BlockRemoved([71]), out_of_tier(71)) == set()
+    assert tiered(*both, AllBlocksCleared()) == set(HASHES[:2])
 
 
 def test_what_a_tier_had_before_the_engine_started_counts_once_its_tokens_are_known() -> None:

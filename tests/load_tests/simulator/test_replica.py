@@ -173,3 +173,27 @@ def test_decoding_between_boundaries_is_seen_from_outside() -> None:
     steps, blocks = engine.decoded_now(begun_s + 10.5 * STEPS.step_s(0, 0, 1, 8))
     assert steps == 10
     assert blocks == 2
+
+
+def test_a_prompt_holds_its_blocks_while_a_part_of_it_comes_and_others_go_on() -> None:
+    engine = replica()
+    engine.bring = lambda work: work.session_id == "brings"
+    brings, other = Work("brings", 1, 80, 2, tuple(range(1, 11))), Work("other", 1, 20, 2)
+    engine.submit(brings, 0.0)
+    engine.submit(other, 0.0)
+    assert ended(engine) == ["other"]
+    assert (brings.generated, other.generated) == (0, 2)
+    assert (engine.memory.used, engine.backlog_tokens) == (10, 80)
+    engine.brought(brings, 64, 1.0)
+    assert (brings.cached_tokens, engine.backlog_tokens) == (64, 16)
+    assert ended(engine) == ["brings"]
+    assert engine.memory.hits(brings.hashes, 10) == 10
+    assert (engine.memory.used, engine.backlog_tokens) == (0, 0)
+
+
+def ended(engine: Replica) -> list[str]:
+    """Run until nothing is left to compute. The sequences that ended, in order."""
+    found: list[str] = []
+    while engine.boundary_s is not None:
+        found += [work.session_id for work in engine.boundary(engine.boundary_s).ended]
+    return found

@@ -13,7 +13,7 @@ from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import LiveView
 from deployments.messages import Admit, Placement, Role
 from deployments.policy.placement.explain import decision_of
-from deployments.policy.placement.fetch import FETCH_S, LEAST_TIMEOUT_S
+from deployments.policy.placement.fetch import FETCH_S, LEAST_TIMEOUT_S, LOAD_BYTES_PER_S
 from deployments.policy.placement.field import Field
 from deployments.policy.placement.joint import Joint
 from deployments.policy.placement.knowledge import Knowledge
@@ -35,15 +35,17 @@ def decode(name: str = "d0") -> ReplicaView:
     return replica(name, Role.DECODE, total=1000)
 
 
-def placed(hits: dict[str, int], *views: ReplicaView, settings: Any = FETCHES, link: float = 1e9) -> Placement:
+def placed(
+    hits: dict[str, int], *views: ReplicaView, settings: Any = FETCHES, link: float = 1e9, **known: Any
+) -> Placement:
     """`hits`: blocks of 16 tokens."""
     request = ask(PROMPT, 96)
-    known = Knowledge(hits=hits, link_bytes_per_s=link)
+    knowledge = Knowledge(hits=hits, link_bytes_per_s=link, **known)
     view = fleet_of(*(view if view.info.endpoints else with_address(view) for view in views))
     columns = view.columns
     columns.learn({each.info.pool: STEPS for each in view.ready})
     live = LiveView(columns, view.known, (), 0.0)
-    decision = place(Field(request, live, settings, known, random.Random(0), (math.inf, math.inf)), Joint())
+    decision = place(Field(request, live, settings, knowledge, random.Random(0), (math.inf, math.inf)), Joint())
     assert isinstance(decision, Admit), decision
     return decision.placement
 
@@ -145,3 +147,28 @@ def test_explain_names_the_source() -> None:
     assert placement.fetch is not None
     assert (told["source"], told["tokens"], told["saved_s"]) == ("d0", 3200, placement.fetch.saved_s)
     assert "fetch" not in decision_of(Admit(replace(placement, fetch=None)))
+
+
+def test_a_load_from_a_tier_takes_time_by_what_the_tier_has_given_so_far() -> None:
+    alone = replace(SETTINGS, split_always=False)
+    for given, rate in ((0.0, LOAD_BYTES_PER_S), (1e6, 1e6)):
+        view = with_address(decode()._replace(load_bytes_per_s=given))
+        loading = placed({"d0": 200}, view, settings=alone, resident={"d0": 50})
+        assert loading.cached_tokens == 3200
+        assert loading.forecast.queue_s == pytest.approx(FETCH_S + 150 * 16 * 1000 / rate)
+        assert placed({"d0": 200}, view, settings=alone).forecast.queue_s == 0
+
+
+def test_what_is_in_memory_counts_for_more_than_what_a_tier_has() -> None:
+    both = [with_address(decode(name)._replace(load_bytes_per_s=1e6)) for name in ("d0", "d1")]
+    for here, there in (("d0", "d1"), ("d1", "d0")):
+        alone = replace(SETTINGS, split_always=False)
+        chosen = placed({"d0": 200, "d1": 200}, *both, settings=alone, resident={there: 0})
+        assert chosen.owner.replica_id == here
+
+
+def test_what_only_a_tier_has_is_not_fetched() -> None:
+    assert placed({"d0": 200}, prefill(total=1000), decode(), resident={"d0": 0}).fetch is None
+    fetching = placed({"d0": 200}, prefill(total=1000), decode(), resident={"d0": 150})
+    assert fetching.fetch is not None
+    assert fetching.fetch.tokens == 2400

@@ -164,6 +164,25 @@ def test_of_one_prompt_the_end_is_forgotten_first() -> None:
     assert index.hits(PROMPT) == {"a": 4}
 
 
+def test_what_only_tiers_have_is_a_hit_that_is_not_resident() -> None:
+    index = up("a", "b")
+    for replica_id in "ab":
+        index.apply(replica_id, CacheChange(2, stored=PROMPT[:6]), 0.0)
+    index.apply("a", CacheChange(3, left=PROMPT[2:4]), 0.0)
+    assert index.find(PROMPT) == ({"a": 6, "b": 6}, {"a": 2})
+    assert index.find(PROMPT[:2]) == ({"a": 2, "b": 2}, {})
+    index.apply("a", CacheChange(4, returned=PROMPT[2:3]), 0.0)
+    assert index.find(PROMPT) == ({"a": 6, "b": 6}, {"a": 3})
+    index.apply("a", CacheChange(5, removed=PROMPT[3:4], returned=PROMPT[3:4]), 0.0)
+    assert index.find(PROMPT) == ({"a": 3, "b": 6}, {})
+    index.apply("a", CacheChange(6, stored=PROMPT[:2], left=PROMPT[:2], whole=True), 0.0)
+    assert index.find(PROMPT) == ({"a": 2, "b": 6}, {"a": 0})
+    index.expect(["a"], PROMPT[:2], 0.0)
+    assert index.find(PROMPT) == ({"a": 2, "b": 6}, {}), "a request loads them"
+    index.forget("a")
+    assert index.find(PROMPT) == ({"b": 6}, {})
+
+
 def test_many_blocks_over_many_replicas() -> None:
     """Enough that the index uses many tables, and blocks with several holders."""
     draw = random.Random(3)
@@ -223,6 +242,7 @@ class Naive:
 
 REPLICAS = ("a", "b", "c", "d")
 BLOCKS = PROMPT[:6]
+Blocks = tuple[int, ...]
 some_blocks = st.lists(st.sampled_from(BLOCKS), max_size=6, unique=True).map(tuple)
 operations = st.one_of(
     st.tuples(st.just("change"), st.sampled_from(REPLICAS), st.integers(0, 2), some_blocks, some_blocks),
@@ -259,3 +279,37 @@ def test_any_order_of_messages_gives_what_a_naive_index_gives(todo: list[tuple[A
                 index.sweep(now_s)
         assert index.hits(BLOCKS) == naive.hits(BLOCKS, now_s)
         assert {name for name in REPLICAS if index.knows(name)} == naive.followed.keys()
+
+
+changes = st.lists(
+    st.tuples(st.sampled_from(REPLICAS), st.sampled_from(["change", "whole", "forget"]), some_blocks, some_blocks),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(changes)
+def test_what_is_resident_is_what_a_naive_index_says(todo: list[tuple[str, str, Blocks, Blocks]]) -> None:
+    index, sequence = up(*REPLICAS), dict.fromkeys(REPLICAS, 1)
+    cached, tiered = ({name: set[int]() for name in REPLICAS} for _ in range(2))
+    for name, kind, some, others in todo:
+        sequence[name] += 1
+        if kind == "change":
+            here = cached[name] ^ set(some)
+            away = here & set(others)
+            gone = tuple(cached[name] - here), tuple(tiered[name] - away)
+            come = tuple(here - cached[name]), tuple(away - tiered[name])
+            index.apply(name, CacheChange(sequence[name], come[0], gone[0], False, come[1], gone[1]), 0.0)
+        else:
+            index.forget(name)
+            here, away = set(some), set(some) & set(others)
+            index.apply(name, CacheChange(sequence[name], tuple(here), (), True, tuple(away)), 0.0)
+        cached[name], tiered[name] = here, away
+    hits = {name: leading(cached[name]) for name in REPLICAS}
+    resident = {name: leading(cached[name] - tiered[name]) for name in REPLICAS}
+    found = {name: depth for name, depth in hits.items() if depth}
+    assert index.find(BLOCKS) == (found, {name: resident[name] for name in found if resident[name] < hits[name]})
+
+
+def leading(blocks: set[int]) -> int:
+    return next((n for n, block in enumerate(BLOCKS) if block not in blocks), len(BLOCKS))

@@ -32,7 +32,8 @@ class ReplicaView(NamedTuple):
     prompts that it has yet to compute itself. `tpot_s`: the least TPOT objective of the answers that run or
     are pending; 0: none. `flow_prompts`, `flow_s`, `flow_moves`, `flow_bytes`: prompts that were placed here lately,
     their predicted seconds, answers whose KV cache comes from another replica, and the bytes of that, as they had faded
-    at `flow_at_s` (`Flow`). `load_bytes_per_s`: what its KV tiers have given so far; 0: nothing yet.
+    at `flow_at_s` (`Flow`). `loaded_bytes`, `load_s`, `fetched_bytes`, `fetch_s`: what its KV
+    tiers and other replicas' caches have given since it started, and in what time.
     """
 
     info: ReplicaInfo
@@ -51,7 +52,10 @@ class ReplicaView(NamedTuple):
     flow_moves: float = 0.0
     flow_bytes: float = 0.0
     flow_at_s: float = 0.0
-    load_bytes_per_s: float = 0.0
+    loaded_bytes: float = 0.0
+    load_s: float = 0.0
+    fetched_bytes: float = 0.0
+    fetch_s: float = 0.0
 
     @property
     def answers(self) -> int:

@@ -52,13 +52,11 @@ def row_of(arrival: Arrival, share: Share, overcommit: float, flow: Flow) -> Rep
         flow_moves=flow.moves,
         flow_bytes=flow.bytes,
         flow_at_s=flow.at_s,
-        load_bytes_per_s=_load_bytes_per_s(snapshot),
+        loaded_bytes=snapshot.counters.get("tier_loaded_bytes", 0.0),
+        load_s=snapshot.counters.get("tier_load_s", 0.0),
+        fetched_bytes=snapshot.counters.get("blocks_fetched", 0.0) * info.block_size * info.kv_bytes_per_token,
+        fetch_s=snapshot.counters.get("fetch_s", 0.0),
     )
-
-
-def _load_bytes_per_s(snapshot: ReplicaSnapshot) -> float:
-    seconds = snapshot.counters.get("tier_load_s", 0.0)
-    return snapshot.counters["tier_loaded_bytes"] / seconds if seconds else 0.0
 
 
 def reservable(info: ReplicaInfo, overcommit: float) -> int:

@@ -121,6 +121,7 @@ FETCHES = _replica(
     labels="pool outcome",
 )
 FETCHED_BLOCKS = _replica("baton_fetched_blocks", "KV blocks that came from other replicas' caches.")
+FETCH_SECONDS = _replica("baton_fetch_seconds", "The time of the fetches that brought them.")
 TIER_BLOCKS = _replica("baton_tier_blocks", "KV blocks by tier: `hits`, `stored`, `evicted`.", labels="pool tier event")
 TIER_MISSES = _replica("baton_tier_misses", "KV blocks that no tier had when they were to be loaded.")
 TIER_BYTES = _replica("baton_tier_bytes", "KV bytes `loaded` from tiers and `stored` there.", labels="pool way")

@@ -7,6 +7,8 @@ from load_tests.simulator.replica import Replica
 
 TIER_BYTES_PER_S = 40e9
 """What a load from main memory has of PCIe 5.0 x16, whose data sheet says 63e9."""
+SEEN = {"tier_loaded_bytes": 100 * TIER_BYTES_PER_S, "tier_load_s": 100.0}
+"""What a replica with a tier has loaded before."""
 
 
 class Reporter:
@@ -50,7 +52,7 @@ class Reporter:
             cache=self._cache(),
             held_tokens=tuple(batch.held_tokens(work, steps) for work in replica.sessions.values()),
             movable=frozenset(replica.sessions),
-            counters={"tier_loaded_bytes": TIER_BYTES_PER_S, "tier_load_s": 1.0} if memory.tier_blocks else {},
+            counters=dict(SEEN) if memory.tier_blocks else {},
         )
 
     def _cache(self) -> CacheChange | None:

@@ -26,7 +26,10 @@ logger = logging.getLogger("baton.transfer")
 
 @dataclass(slots=True)
 class _Receiving:
-    """`asked`: the number of blocks of a fetch, and `found`: how many of them each peer has; 0 for a handoff."""
+    """`asked`: the number of blocks of a fetch, and `found`: how many of them each peer has; 0 for a handoff.
+
+    `begun`: by the monotonic clock, as `deadline`.
+    """
 
     request_id: str
     endpoints: list[str]
@@ -34,6 +37,7 @@ class _Receiving:
     machine: Receiver
     asked: int = 0
     found: dict[str, int] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
 
 
 class DecodeSide:
@@ -187,7 +191,8 @@ class DecodeSide:
             del self._receiving[key]
             if receiving.asked:
                 blocks = _fetched(receiving, effect)
-                self._outbox.fetched(receiving.request_id, blocks, receiving.asked)
+                took_s = time.monotonic() - receiving.begun
+                self._outbox.fetched(receiving.request_id, blocks, receiving.asked, took_s)
                 self._trace("fetched", session=key[0], blocks=blocks)
                 continue
             self._trace("received", session=key[0], ok=isinstance(effect, Received))

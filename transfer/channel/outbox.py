@@ -25,6 +25,7 @@ COUNTERS = (
     "fetches_landed",  # for another replica
     "fetches_failed",  # for another replica
     "blocks_fetched",  # from other replicas
+    "fetch_s",  # in which those came
     "fetches_broken",  # from other replicas: less than what was asked for has come
     "messages_refused",  # well formed, but not allowed from this sender, or not on this side
 )
@@ -66,9 +67,13 @@ class Outbox:
             self._results.broken[request_id] = reason
         self.alarm()
 
-    def fetched(self, request_id: str, blocks: int, asked: int) -> None:
-        """A fetch is over, and no peer writes its blocks any more. The first `blocks` of those asked for are here."""
+    def fetched(self, request_id: str, blocks: int, asked: int, seconds: float) -> None:
+        """A fetch is over, and no peer writes its blocks any more. The first `blocks` of those asked for are here.
+
+        `seconds`: since it began.
+        """
         self.counts["blocks_fetched"] += blocks
+        self.counts["fetch_s"] += seconds if blocks else 0.0
         self.counts["fetches_broken"] += blocks < asked
         with self._lock:
             self._results.fetched[request_id] = blocks

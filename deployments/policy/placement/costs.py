@@ -54,7 +54,9 @@ class Costs:
         weights, outlook = self._weights, self._outlook
         queue_s, prefill_s = outlook.queue_s, outlook.prefill_s
         ttft_s = outlook.ahead_s + prefill_s
-        yield "first_token", weights.ttft * ttft_s
+        yield "first_token", weights.ttft * (queue_s + prefill_s)
+        if outlook.ahead_s is not queue_s:
+            yield "brought_cache", weights.ttft * (outlook.ahead_s - queue_s)
         yield "answers_beside", weights.others * (outlook.answers * outlook.beside_s)
         later = outlook.prompts_per_s / (1.0 - outlook.prefill_load)
         yield "later_prompts", weights.later * later * prefill_s * (queue_s + prefill_s / 2)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deployments.fleet.columns import Codes, Flags, Numbers
+from deployments.fleet.columns import Codes, Columns, Flags, Numbers
 from deployments.messages import FetchPlan
 
 if TYPE_CHECKING:
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 FETCH_S = 0.02
 """What a fetch or a load costs besides its bytes: messages, and the steps of the engine until its request runs."""
 LOAD_BYTES_PER_S = 5e9
-"""What a replica's tiers are taken to give until it has loaded something."""
+"""What a replica's tiers are taken to give until it has loaded much."""
 LINK_BYTES_PER_S = 1e9
-"""What two replicas are taken to exchange until a write between two has been measured."""
+"""What a replica is taken to fetch until it has fetched much, where the configuration does not say it."""
+PRIOR_S = 1.0
+"""What was taken to be counts as much as so many seconds of loads or fetches."""
 LEAST_TIMEOUT_S = 0.1
 """The shortest time that a fetch gets."""
 DISPLACED = 4.0
@@ -61,8 +63,8 @@ def fetched(outlook: Outlook) -> Iterator[Fetched]:
         able = same & columns.ready & columns.decodes
         rows = np.flatnonzero(able & (tokens - outlook.cached_tokens >= columns["block_size"]))
         brought = tokens - resident[rows]
-        link = outlook.knowledge.link_bytes_per_s or LINK_BYTES_PER_S
-        takes_s = FETCH_S + brought * columns["kv_bytes_per_token"][rows] / link
+        rate = _rate(columns, "fetched_bytes", "fetch_s", outlook.knowledge.link_bytes_per_s or LINK_BYTES_PER_S)[rows]
+        takes_s = FETCH_S + brought * columns["kv_bytes_per_token"][rows] / rate
         spares_s = outlook.whole_beside_s[rows] - outlook.beside_from(tokens)[rows]
         pays = takes_s < spares_s
         if pays.any():
@@ -96,11 +98,20 @@ def resident_tokens(outlook: Outlook) -> Numbers:
 def brought_s(outlook: Outlook) -> Numbers:
     """Seconds until what is not computed is in each replica's memory: loaded from its tiers, or fetched."""
     columns, loaded = outlook.columns, outlook.cached_tokens - resident_tokens(outlook)
-    rate = np.where(columns["load_bytes_per_s"] > 0, columns["load_bytes_per_s"], LOAD_BYTES_PER_S)
+    rate = _rate(columns, "loaded_bytes", "load_s", LOAD_BYTES_PER_S)
     seconds: Numbers = np.where(loaded > 0, FETCH_S + loaded * columns["kv_bytes_per_token"] / rate, 0.0)
     for each in outlook.fetches:
         seconds[each.rows] = each.takes_s
     return seconds
+
+
+def _rate(columns: Columns, amount: str, seconds: str, prior: float) -> Numbers:
+    """Bytes per second of each replica, by what it has seen, beside `PRIOR_S` at the rate that was taken before.
+
+    So one slow fetch does not make all later ones too dear to be tried.
+    """
+    rate: Numbers = (PRIOR_S * prior + columns[amount]) / (PRIOR_S + columns[seconds])
+    return rate
 
 
 def displaced_s(outlook: Outlook) -> Numbers:

@@ -27,6 +27,13 @@ def test_what_a_replica_reports_counts_where_less_is_reserved() -> None:
     assert (row.free_blocks, row.sessions, row.expected_blocks, row.flow_prompts) == (53, 3, 7, 3.0)
 
 
+def test_what_a_replica_has_loaded_and_fetched_is_in_bytes_and_seconds() -> None:
+    counters = {"tier_loaded_bytes": 5e6, "tier_load_s": 0.5, "blocks_fetched": 3.0, "fetch_s": 0.25}
+    snapshot = replace(SNAPSHOT, info=replace(INFO, kv_bytes_per_token=100), counters=counters)
+    row = row_of(Arrival(snapshot, 0.0, frozenset()), Ledger({}, 30.0, 30.0).share("d0"), 1.0, Flow())
+    assert (row.loaded_bytes, row.load_s, row.fetched_bytes, row.fetch_s) == (5e6, 0.5, 3 * 16 * 100, 0.25)
+
+
 @pytest.mark.parametrize(("info", "blocks"), [(INFO, 90), (replace(INFO, role=Role.PREFILL, strict=True), 60)])
 def test_only_a_replica_that_decodes_may_be_promised_more_than_it_has(info: ReplicaInfo, blocks: int) -> None:
     assert reservable(info, 1.5) == blocks

@@ -64,6 +64,7 @@ def test_the_leading_blocks_that_the_source_has_come(prefill: Any, decode: Any, 
     prefill.wait_idle()
     assert shelf.is_whole
     assert decode.counter("blocks_fetched") == has
+    assert (decode.counter("fetch_s") > 0) is (has > 0)
     assert decode.counter("fetches_broken") == (has < 3)
     assert prefill.counter("fetches_landed") == (has > 0)
     assert not prefill.counter("handoffs_landed")

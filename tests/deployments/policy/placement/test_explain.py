@@ -68,6 +68,16 @@ def test_a_cached_prompt_and_a_known_conversation_are_parts_of_the_price() -> No
     assert "affinity" not in known["m"]["parts"]
 
 
+def test_a_load_from_a_tier_is_a_part_of_the_price() -> None:
+    here = idle_field(1600, 10, {"d": 50})
+    here.knowledge = replace(here.knowledge, resident={"d": 10})
+    here.outlook.knowledge = here.knowledge
+    for each in candidates(here)["candidates"]:
+        is_loaded = (each["prefill"] or each["decode"]) == "d"
+        assert (each["parts"].get("brought_cache", 0.0) > 0) is is_loaded
+        assert sum(each["parts"].values()) == pytest.approx(each["cost_s"], abs=1e-5)
+
+
 def fleet(*views: ReplicaView, ready: bool = True, objective_s: float = 10.0, **settings: Any) -> Field:
     """One request of 100 tokens and at most 100 more before these replicas."""
     view = FleetView(views)

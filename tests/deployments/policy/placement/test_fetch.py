@@ -151,8 +151,9 @@ def test_explain_names_the_source() -> None:
 
 def test_a_load_from_a_tier_takes_time_by_what_the_tier_has_given_so_far() -> None:
     alone = replace(SETTINGS, split_always=False)
-    for given, rate in ((0.0, LOAD_BYTES_PER_S), (1e6, 1e6)):
-        view = with_address(decode()._replace(load_bytes_per_s=given))
+    for seen_s in (0.0, 1.0, 1e4):
+        rate = (LOAD_BYTES_PER_S + 1e6 * seen_s) / (1 + seen_s)
+        view = with_address(decode()._replace(loaded_bytes=1e6 * seen_s, load_s=seen_s))
         loading = placed({"d0": 200}, view, settings=alone, resident={"d0": 50})
         assert loading.cached_tokens == 3200
         assert loading.forecast.queue_s == pytest.approx(FETCH_S + 150 * 16 * 1000 / rate)
@@ -160,7 +161,7 @@ def test_a_load_from_a_tier_takes_time_by_what_the_tier_has_given_so_far() -> No
 
 
 def test_what_is_in_memory_counts_for_more_than_what_a_tier_has() -> None:
-    both = [with_address(decode(name)._replace(load_bytes_per_s=1e6)) for name in ("d0", "d1")]
+    both = [with_address(decode(name)._replace(loaded_bytes=1e9, load_s=1e3)) for name in ("d0", "d1")]
     for here, there in (("d0", "d1"), ("d1", "d0")):
         alone = replace(SETTINGS, split_always=False)
         chosen = placed({"d0": 200, "d1": 200}, *both, settings=alone, resident={there: 0})
@@ -172,3 +173,11 @@ def test_what_only_a_tier_has_is_not_fetched() -> None:
     fetching = placed({"d0": 200}, prefill(total=1000), decode(), resident={"d0": 150})
     assert fetching.fetch is not None
     assert fetching.fetch.tokens == 2400
+
+
+def test_a_fetch_takes_time_by_what_the_replica_has_fetched_so_far() -> None:
+    for seen_s in (0.0, 1.0, 1e4):
+        rate = (1e9 + 1e8 * seen_s) / (1 + seen_s)
+        target = prefill(total=1000)._replace(fetched_bytes=1e8 * seen_s, fetch_s=seen_s)
+        fetching = placed({"d0": 200}, target, decode())
+        assert fetching.forecast.queue_s == pytest.approx(FETCH_S + 3200 * 1000 / rate)

@@ -18,7 +18,7 @@ def checkpoint(config: BatonConfig) -> str:
 def build_engine(config: BatonConfig, identity: Identity, secret: str) -> Engine:
     """The engine of one replica, not started. Heavy imports happen here, in the replica's process."""
     pool = config.pools[identity.pool]
-    engine, receives = pool.engine, may_decode(identity.role, identity.strict)
+    engine, receives = pool.engine, config.placement.fetch or may_decode(identity.role, identity.strict)
     if isinstance(engine, VllmEngineConfig):
         from deployments.engine.vllm.engine import VllmEngine
         from deployments.engine.vllm.pull import PullEngine

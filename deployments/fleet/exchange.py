@@ -8,17 +8,15 @@ from collections.abc import Iterable
 from deployments.messages import Peers, Phase, ReplicaInfo, ReplicaSnapshot, Role
 
 
-def peers_of(info: ReplicaInfo, others: Iterable[ReplicaInfo | None]) -> Peers:
+def peers_of(info: ReplicaInfo, others: Iterable[ReplicaInfo | None], fetches: bool = False) -> Peers:
     """The replicas with the same fingerprint as `info` that it may exchange KV with.
 
     A replica that may decode gets all replicas, itself among them: any of them may write to it, and it may give a
-    session up to any other that decodes. One that never decodes gets those that do.
+    session up to any other that decodes. One that never decodes gets those that do. `fetches`: replicas fetch from each
+    other's caches, so it gets all, too.
     """
-    endpoints = sorted(
-        other.endpoints
-        for other in others
-        if other and other.endpoints and (other.decodes or info.decodes) and other.fingerprint == info.fingerprint
-    )
+    equal = (other for other in others if other and other.endpoints and other.fingerprint == info.fingerprint)
+    endpoints = sorted(other.endpoints for other in equal if fetches or other.decodes or info.decodes)
     return Peers(zlib.crc32(repr(tuple(endpoints)).encode()), tuple(endpoints))
 
 

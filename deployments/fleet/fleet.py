@@ -57,8 +57,9 @@ class Fleet:
         unconfirmed_s: float = 30.0,
         forget_s: float = 60.0,
         overcommit: float = 1.0,
+        fetches: bool = False,
     ) -> None:
-        self._pools = dict(pools)
+        self._pools, self._fetches = dict(pools), fetches
         self._stale_s = stale_s
         self._forget_s = forget_s
         self._overcommit = overcommit
@@ -128,7 +129,8 @@ class Fleet:
         """The replicas that this one may exchange KV with; see `exchange.peers_of`."""
         key = info.decodes, info.fingerprint
         if key not in self._peers:
-            self._peers[key] = peers_of(info, (arrival.snapshot.info for arrival in self._arrivals.values()))
+            others = (arrival.snapshot.info for arrival in self._arrivals.values())
+            self._peers[key] = peers_of(info, others, self._fetches)
         return self._peers[key]
 
     def is_out_of_step(self, info: ReplicaInfo, phase: Phase, now_s: float) -> bool:

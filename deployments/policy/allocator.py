@@ -42,7 +42,9 @@ class Allocator:
         self._queue_timeout_s = placement.queue_timeout_s
         self.decider = Decider(config, rng)
         pools = {name: Role(role_of(name)) for name in config.pools}
-        self.fleet = Fleet(pools, stale_s=placement.snapshot_stale_s, overcommit=placement.overcommit)
+        self.fleet = Fleet(
+            pools, stale_s=placement.snapshot_stale_s, overcommit=placement.overcommit, fetches=placement.fetch
+        )
         self.room = WaitingRoom(
             placement.max_queued_requests, placement.queue_timeout_s, placement.queue_timeout_s, self.decider.classes
         )

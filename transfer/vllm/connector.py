@@ -149,7 +149,7 @@ class WorkerExtension:
     def baton_meet(self, receives: bool, peers: list[list[str]]) -> None:
         """The replicas that this one exchanges KV with, each its workers' endpoints by rank.
 
-        `receives`: they write to this one, too. A strict prefill replica only writes.
+        `receives`: they write to this one, too. A strict prefill replica only writes, where none fetches.
         """
         side = _connector().worker_side
         side.keep(peers)

@@ -60,7 +60,7 @@ def fetched(outlook: Outlook) -> Iterator[Fetched]:
             continue
         resident = resident_tokens(outlook)
         tokens = int(resident[source])
-        able = same & columns.ready & columns.decodes
+        able = same & columns.ready
         rows = np.flatnonzero(able & (tokens - outlook.cached_tokens >= columns["block_size"]))
         brought = tokens - resident[rows]
         rate = _rate(columns, "fetched_bytes", "fetch_s", outlook.knowledge.link_bytes_per_s or LINK_BYTES_PER_S)[rows]

@@ -32,6 +32,11 @@ def test_what_decodes_gets_all_and_what_never_does_gets_those_that_do(asking: st
     assert [endpoint for (endpoint,) in peers_of(info(asking), ALL).endpoints] == expected
 
 
+def test_where_replicas_fetch_from_each_other_all_get_all() -> None:
+    found = peers_of(info("p0"), ALL, fetches=True)
+    assert found == peers_of(info("d0"), ALL)
+
+
 def test_the_version_is_of_the_addresses_and_not_of_their_order() -> None:
     assert peers_of(info("p1"), ALL) == peers_of(info("p9"), reversed(ALL))
     assert peers_of(info("p0"), ALL).version != peers_of(info("p0"), ALL[1:]).version

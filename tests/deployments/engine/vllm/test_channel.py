@@ -329,8 +329,9 @@ def logprobs(answer: Any) -> list[list[float]]:
 
 
 async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path) -> None:
-    """Answers are those of one engine, wherever in the prompt the part that is fetched ends."""
-    async with cluster(model, pool(), pool(), fetch=True) as engines:
+    """Answers are those of one engine, wherever in the prompt the part that is fetched ends. Prefill is strict."""
+    strict = pool().model_copy(update={"strict": True})
+    async with cluster(model, strict, pool(), fetch=True) as engines:
         for cached, asked in ((512, 512), (512, 700), (300, 301), (640, 900)):
             known = prompt(asked)
             await engines.manager.ask(Drain(PREFILL))
@@ -398,7 +399,7 @@ async def test_a_fetch_that_brings_less_or_is_aborted_harms_nothing(
                 await is_back(engines, known, has)
             before = await engines.replicas[PREFILL].counters()
             with monkeypatch.context() as patched:
-                patched.setattr(index, "hits", lambda hashes, said=said: {SMALL: said})
+                patched.setattr(index, "find", lambda hashes, said=said: ({SMALL: said}, {}))
                 answer = await (await engines.ask(known, max_tokens=6)).over()
             after = await engines.replicas[PREFILL].counters()
             assert after["blocks_fetched"] - before["blocks_fetched"] == has
@@ -406,7 +407,7 @@ async def test_a_fetch_that_brings_less_or_is_aborted_harms_nothing(
             assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
         for turn in range(10):
             with monkeypatch.context() as patched:
-                patched.setattr(index, "hits", lambda hashes: {SMALL: 20})
+                patched.setattr(index, "find", lambda hashes: ({SMALL: 20}, {}))
                 cancelled = await engines.ask(known if turn % 2 else prompt(700), max_tokens=6)
                 await asyncio.sleep(0.01 * turn)
                 await engines.core.abort_requests_async([cancelled.request_id])
@@ -428,7 +429,7 @@ async def test_a_source_that_stands_still_holds_up_its_fetches_alone(
             os.kill(process.pid, signal.SIGSTOP)
         try:
             with monkeypatch.context() as patched:
-                patched.setattr(index, "hits", lambda hashes: {LARGE: 20})
+                patched.setattr(index, "find", lambda hashes: ({LARGE: 20}, {}))
                 known = prompt(700)
                 waits, aborted = [await engines.ask(each, max_tokens=6) for each in (known, prompt(700))]
                 await until(lambda: fetching(engines, 2))

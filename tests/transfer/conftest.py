@@ -115,15 +115,16 @@ class Side:
         for mine, more in both:
             assert not mine.keys() & more.keys()
             mine.update(more)
-        assert not self.results.released & new.released
-        self.results.released |= new.released
+        for ours, more in ((self.results.released, new.released), (self.results.late, new.late)):
+            assert not ours & more
+            ours |= more
         return self.results
 
     def wait(self, kind: str, request_id: str) -> Any:
-        """Wait for a result: received -> token, broken -> reason, fetched -> blocks, released -> True."""
+        """Wait for a result: received -> token, broken -> reason, fetched -> blocks, released, late -> True."""
         until(lambda: request_id in getattr(self.collect(), kind))
         found = getattr(self.results, kind)
-        return True if kind == "released" else found[request_id]
+        return True if isinstance(found, set) else found[request_id]
 
     def counter(self, name: str) -> float:
         return self.channel.counters()[name]

@@ -7,6 +7,7 @@ it has stopped. Only the channel's thread uses this module.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,7 +29,7 @@ logger = logging.getLogger("baton.transfer")
 class _Receiving:
     """`asked`: the number of blocks of a fetch, and `found`: how many of them each peer has; 0 for a handoff.
 
-    `begun`: by the monotonic clock, as `deadline`.
+    `begun`: by the monotonic clock, as `deadline`. `late_at`: when a fetch's request waits no longer for its end.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class _Receiving:
     asked: int = 0
     found: dict[str, int] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
+    late_at: float = math.inf
 
 
 class DecodeSide:
@@ -104,7 +106,9 @@ class DecodeSide:
         endpoints = self._sources(peers)
         machine = Receiver(needs_token=False, writing=set(endpoints))
         deadline = time.monotonic() + min(timeout_s, self._timeout_s)
-        self._receiving[key] = _Receiving(request_id, endpoints, deadline, machine, len(blocks))
+        receiving = _Receiving(request_id, endpoints, deadline, machine, len(blocks))
+        receiving.late_at = deadline + self._timings.fetch_grace_s
+        self._receiving[key] = receiving
         fetch = control.Fetch(*key, self._layout.rank, blocks, hashes, timeout_s)
         for endpoint in endpoints:
             self._reach(endpoint)
@@ -154,6 +158,9 @@ class DecodeSide:
             if now > receiving.deadline:
                 receiving.deadline = now + self._timeout_s
                 self.cancel(key, "the KV cache did not arrive in time")
+            if now > receiving.late_at and key in self._receiving:
+                receiving.late_at = math.inf
+                self._outbox.late(receiving.request_id)
 
     def _sources(self, peers: list[str]) -> list[str]:
         """The endpoints of those workers of a prefill replica from which this worker takes its heads."""

@@ -36,13 +36,15 @@ class Results:
     """The handoffs that have ended since the engine last asked, by engine request id.
 
     `received`: the first token, or None where this rank does not carry it. `broken`: the reason. `released`: the
-    prefill requests whose blocks are free. `fetched`: the number of leading blocks that a fetch has brought.
+    prefill requests whose blocks are free. `fetched`: the number of leading blocks that a fetch has brought. `late`:
+    the requests whose fetch has not stopped in its time. Their blocks may be written until `fetched` has them, too.
     """
 
     received: dict[str, int | None] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
     fetched: dict[str, int] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
 
 
 class Outbox:
@@ -77,6 +79,12 @@ class Outbox:
         self.counts["fetches_broken"] += blocks < asked
         with self._lock:
             self._results.fetched[request_id] = blocks
+        self.alarm()
+
+    def late(self, request_id: str) -> None:
+        """A fetch's time is over, and a peer may still write its blocks."""
+        with self._lock:
+            self._results.late.add(request_id)
         self.alarm()
 
     def released(self, request_id: str) -> None:

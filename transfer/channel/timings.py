@@ -15,6 +15,7 @@ class Timings:
     `warm_up_s`: the longest time to make or close a data connection, while both sides let the transport work.
     `offer_grace_s`: the time after a prefill's end in which decode may still offer its blocks. It also had the time of
     the prefill.
+    `fetch_grace_s`: the time that a fetch has to stop once its time is over. Then its request waits no longer for it.
     `nudge_after_s`: a write that takes longer than this needs the decode side, which may be asleep. A nudge wakes it.
     `nudge_again_s`: the pause between two nudges.
     `nudged_s`: the time that the decode side stays awake after each nudge.
@@ -27,6 +28,7 @@ class Timings:
     write_poll_s: float = 0.00005
     warm_up_s: float = 2.0
     offer_grace_s: float = 10.0
+    fetch_grace_s: float = 0.25
     nudge_after_s: float = 0.0005
     nudge_again_s: float = 0.005
     nudged_s: float = 0.02

@@ -89,6 +89,10 @@ class BatonConnector(KVConnectorBase_V1):
     def take_events(self) -> list[KVCacheEvent]:
         return list(self._scheduler_side.events())
 
+    def has_pending_push_work(self) -> bool:
+        """True: vLLM makes steps also without requests, so that what has happened to blocks is heard."""
+        return self._scheduler_side.is_fencing()
+
     # ---- worker side
 
     @property

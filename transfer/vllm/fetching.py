@@ -4,7 +4,7 @@ It comes from one of two places. A request fetches from another replica's cache 
 `baton_fetch`: `session` and `epoch`, `peers` (the control addresses of the source's workers, by rank), `tokens` (how
 many of the prompt's to fetch, from its beginning) and `timeout_s`. It loads from this replica's tiers where they have
 at least as much of the prompt. vLLM holds the request until its blocks are written. What has not come by then is
-computed here.
+computed here. A fetch that does not stop in its time keeps its blocks (`fenced_blocks`), and the request gets others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from transfer.channel.outbox import Key
 from transfer.vllm.continued_answer import scheduler_on_the_stack
+from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.step_messages import Fetching, Loading
 from transfer.vllm.tiers import Tiers
 
@@ -32,7 +33,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """What a request waits for. `before`: the blocks that were here. `asked`: the number of blocks that are to come.
+    """What a request waits for. `before`: the number of blocks that were here. `into`: the blocks that are to come.
 
     `key`: of the fetch; None for a load from a tier.
     """
@@ -40,7 +41,7 @@ class Open:
     request: Request
     key: Key | None
     before: int
-    asked: int
+    into: list[int]
 
 
 class Fetches:
@@ -49,14 +50,15 @@ class Fetches:
     def __init__(self, block_size: int) -> None:
         self._scheduler, self._block_size = scheduler_on_the_stack(), block_size
         self._tiers: Tiers | None = None
+        self._fenced: FencedBlocks | None = None
         self._planned: dict[str, _Plan] = {}
         self._open: dict[str, Open] = {}
         self._tried: set[str] = set()
         self._brought: dict[str, int] = {}
 
-    def bind(self, tiers: Tiers | None) -> None:
-        """This replica's tiers, if it has any."""
-        self._tiers = tiers
+    def bind(self, tiers: Tiers | None, fenced: FencedBlocks) -> None:
+        """Call it before any request. `tiers`: those of this replica, if it has any."""
+        self._tiers, self._fenced = tiers, fenced
 
     def missing_tokens(self, request: Request, computed: int) -> int:
         """How many tokens' KV, after the first `computed`, is to come: whole blocks. 0: none.
@@ -82,12 +84,11 @@ class Fetches:
     def begin(self, request: Request, blocks: list[int], tokens: int) -> Fetching | Loading:
         """The request has its blocks, and `missing_tokens` said that KV of `tokens` is to come."""
         plan, request_id = self._planned.pop(request.request_id), request.request_id
-        asked = tokens // self._block_size
-        before, source = plan.end - asked, plan.source
+        before, source = plan.end - tokens // self._block_size, plan.source
         hashes = [bytes(name) for name in request.block_hashes[before : plan.end]]
         into = blocks[before : plan.end]
         key = (source["session"], source["epoch"]) if source else None
-        self._open[request_id] = Open(request, key, before, asked)
+        self._open[request_id] = Open(request, key, before, into)
         self._tried.add(request_id)
         if source is None or key is None:
             return Loading(request_id, into, hashes)
@@ -108,6 +109,11 @@ class Fetches:
         """All workers have told of these requests. One that lacks blocks goes on from those before."""
         for request_id in request_ids:
             fetch, blocks = self._open.pop(request_id, None), self._brought.pop(request_id, 0)
-            if fetch is not None and blocks < fetch.asked and not fetch.request.is_finished():
-                fetch.request.num_computed_tokens = (fetch.before + blocks) * self._block_size
+            if fetch is None:
+                continue
+            is_fenced = self._fenced is not None and self._fenced.keep(request_id, fetch.into)
+            if (is_fenced or blocks < len(fetch.into)) and not fetch.request.is_finished():
+                # Of a request that has computed nothing, vLLM frees all blocks, and it gets others.
+                computed = 0 if is_fenced else fetch.before + blocks
+                fetch.request.num_computed_tokens = computed * self._block_size
                 self._scheduler.failed_recving_kv_req_ids.add(request_id)

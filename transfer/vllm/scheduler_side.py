@@ -20,6 +20,7 @@ from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
 from transfer.vllm.cached_blocks import CachedBlocks
 from transfer.vllm.continued_answer import AnsweredRequests, answered
+from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.fetching import Fetches
 from transfer.vllm.idle_sleep import IdleSleep
 from transfer.vllm.partial_blocks import PartialBlocks
@@ -91,11 +92,12 @@ class SchedulerSide:
         self._manager = manager
         take_ascending(manager.block_pool)
         self._partial_blocks = PartialBlocks(manager)
+        self._fenced = FencedBlocks(manager.block_pool)
         if (worker := self._worker()) is not None:  # only then can others borrow between steps
             channel, self._tiers = worker.channel, worker.tiers
             self._lent = CachedBlocks(manager, lambda: channel.recall(RECALL_WAIT_S), RECALL_WAIT_S)
             channel.lend(self._lent)
-            self._fetches.bind(self._tiers)
+        self._fetches.bind(self._tiers, self._fenced)
 
     def _channel(self) -> Channel | None:
         worker = self._worker()
@@ -238,6 +240,8 @@ class SchedulerSide:
             if metadata.decodes is not None:
                 self._tokens.keep(metadata.decodes)
             self._fetches.brought(metadata.fetched)
+            self._fenced.late(metadata.late)
+            self._fenced.stopped(metadata.stopped)
         self._fetches.ended(output.finished_recving or ())
         for request_id in output.finished_recving or ():
             token = self._first_tokens.pop(request_id, None)
@@ -248,6 +252,10 @@ class SchedulerSide:
     def events(self) -> list[BlockStored | BlockRemoved]:
         """Which blocks have come into this replica's tiers or gone, since the last call."""
         return tier_events(self._tiers.take_changes(), self._block_size) if self._tiers is not None else []
+
+    def is_fencing(self) -> bool:
+        """Whether blocks are kept from requests until a source has stopped."""
+        return len(self._fenced) > 0
 
     def close(self) -> None:
         """Close the sockets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -70,12 +71,18 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """From a worker back to the scheduler side: first tokens by request id, and which decode replicas there are.
 
     `decodes`: the endpoints of their first workers; None: no news. `fetched`: blocks that fetches and loads have
-    brought, by request id.
+    brought, by request id. `late`, `stopped`: how many workers no longer wait for a fetch, and for how many of those it
+    has stopped meanwhile, by request id.
     """
 
     tokens: dict[str, int]
     decodes: tuple[str, ...] | None = None
     fetched: dict[str, int] = field(default_factory=dict)
+    late: Counter[str] = field(default_factory=Counter)
+    stopped: Counter[str] = field(default_factory=Counter)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.fetched or self.late or self.stopped or self.decodes is not None)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
@@ -83,4 +90,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         for request_id in self.fetched.keys() & other.fetched.keys():
             fetched[request_id] = min(self.fetched[request_id], other.fetched[request_id])
         decodes = self.decodes if other.decodes is None else other.decodes
-        return WorkerMetadata(self.tokens | other.tokens, decodes, fetched)
+        late, stopped = self.late + other.late, self.stopped + other.stopped
+        return WorkerMetadata(self.tokens | other.tokens, decodes, fetched, late, stopped)

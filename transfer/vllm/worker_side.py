@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,8 @@ class WorkerSide:
         self._layers: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
         self._fetched: dict[str, int] = {}
+        self._late: set[str] = set()  # their fetches have not stopped yet
+        self._came_late, self._stopped = Counter[str](), Counter[str]()
         self._decodes: tuple[str, ...] | None = None
         count_answered(vllm_config)
 
@@ -118,19 +121,29 @@ class WorkerSide:
         """What has ended since the last step."""
         results: Results = self.channel.take_results()
         self._arrived = {rid: token for rid, token in results.received.items() if token is not None}
-        self._fetched = results.fetched | (self.tiers.take_loaded() if self.tiers else {})
+        fetched = self._in_time(results)
+        self._fetched = fetched | (self.tiers.take_loaded() if self.tiers else {})
+        recving = results.received.keys() | results.broken.keys() | self._fetched.keys() | self._came_late.keys()
         return KVConnectorTransferResults(
-            finished_sending=results.released,
-            finished_recving=results.received.keys() | results.broken.keys() | self._fetched.keys(),
-            failed_recving=set(results.broken),
+            finished_sending=results.released, finished_recving=recving, failed_recving=set(results.broken)
         )
+
+    def _in_time(self, results: Results) -> dict[str, int]:
+        """The fetches whose requests still wait for them. Notes those that are late, and those that have stopped."""
+        late = results.late - results.fetched.keys()
+        stopped = self._late & results.fetched.keys()
+        self._late = (self._late | late) - stopped
+        self._came_late, self._stopped = Counter(late), Counter(stopped)
+        return {request_id: blocks for request_id, blocks in results.fetched.items() if request_id not in stopped}
 
     def metadata(self) -> WorkerMetadata | None:
         """News for the scheduler side."""
         tokens, self._arrived = self._arrived, {}
         decodes, self._decodes = self._decodes, None
         fetched, self._fetched = self._fetched, {}
-        return WorkerMetadata(tokens, decodes, fetched) if tokens or fetched or decodes is not None else None
+        late, self._came_late = self._came_late, Counter()
+        stopped, self._stopped = self._stopped, Counter()
+        return WorkerMetadata(tokens, decodes, fetched, late, stopped) or None
 
     def counters(self) -> dict[str, float]:
         """The counters of this worker's channel and tiers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,6 +142,28 @@ def test_a_fetch_ends_with_its_time(prefill: Any, decode: Any, monkeypatch: pyte
     assert decode.wait("fetched", "r") == 0
     prefill.wait_idle()
     assert shelf.is_whole
+
+
+def test_a_fetch_that_does_not_stop_in_its_time_is_late_and_ends_when_its_source_goes_on(
+    prefill: Any, decode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf, goes_on, cancelled = Shelf(*HELD), threading.Event(), prefill.channel._prefill.cancelled
+    prefill.channel.lend(shelf)
+    hold_writes(prefill, monkeypatch)
+    monkeypatch.setattr(
+        prefill.channel._prefill, "cancelled", lambda *message: goes_on.wait(60.0) and cancelled(*message)
+    )
+    fetch(decode, prefill, timeout_s=0.05)
+    try:
+        assert decode.wait("late", "r")
+        assert not decode.collect().fetched
+        assert decode.counter("open_receiving") == 1
+    finally:
+        goes_on.set()
+    assert decode.wait("fetched", "r") == 0
+    prefill.wait_idle()
+    assert shelf.is_whole
+    assert not decode.memory.any()
 
 
 def test_the_engine_gets_borrowed_blocks_back(prefill: Any, decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:

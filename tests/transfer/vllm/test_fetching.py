@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.fetching import Fetches
 from transfer.vllm.step_messages import Fetching, Loading
 
@@ -20,6 +22,20 @@ class MadeBy(Scheduler):
     def __init__(self) -> None:
         self.failed_recving_kv_req_ids: set[str] = set()
         self.fetches = Fetches(SIZE)
+        self.fenced = Fence()
+        self.fetches.bind(None, self.fenced)
+
+
+class Fence(FencedBlocks):
+    """Keeps the blocks of these requests."""
+
+    def __init__(self, *late: str) -> None:
+        self.is_late, self.kept = set(late), dict[str, list[int]]()
+
+    def keep(self, request_id: str, blocks: Sequence[int]) -> bool:
+        if request_id in self.is_late:
+            self.kept[request_id] = list(blocks)
+        return request_id in self.is_late
 
 
 def request(tokens: int, fetch: int | None, is_over: bool = False) -> Any:
@@ -91,6 +107,20 @@ def test_a_request_that_is_over_is_left_alone() -> None:
     assert made.fetches.end(asks) is None
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_request_whose_fetch_has_not_stopped_begins_anew_in_other_blocks(is_over: bool) -> None:
+    made, asks = MadeBy(), request(100, 64, is_over)
+    made.fenced.is_late.add("r")
+    assert made.fetches.missing_tokens(asks, 32) == 32
+    made.fetches.begin(asks, list(range(20, 27)), 32)
+    asks.num_computed_tokens = 64
+    made.fetches.ended(["r"])
+    assert made.fenced.kept == {"r": [22, 23]}
+    assert made.failed_recving_kv_req_ids == (set() if is_over else {"r"})
+    assert asks.num_computed_tokens == (64 if is_over else 0)
+    assert made.fetches.missing_tokens(asks, 0) == 0, "it fetches no more"
+
+
 class Holds:
     """Tiers with the blocks of these numbers; see `request`."""
 
@@ -120,7 +150,7 @@ def test_what_the_tiers_have_is_loaded_unless_another_replica_has_more(
 ) -> None:
     fetches, asks = MadeBy().fetches, request(tokens, fetch)
     tiers: Any = Holds(0, 1, 2)
-    fetches.bind(tiers)
+    fetches.bind(tiers, Fence())
     assert fetches.missing_tokens(asks, computed) == missing
     if missing:
         begun = fetches.begin(asks, list(range(20, 27)), missing)
@@ -136,7 +166,7 @@ def test_a_request_that_waits_for_memory_is_planned_anew() -> None:
     """vLLM asks again in each step until it has blocks for it. Meanwhile the tiers change."""
     fetches, asks, holds = MadeBy().fetches, request(100, None), Holds(0, 1, 2)
     tiers: Any = holds
-    fetches.bind(tiers)
+    fetches.bind(tiers, Fence())
     assert fetches.missing_tokens(asks, 0) == 48
     holds.keys.clear()
     assert fetches.missing_tokens(asks, 0) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -35,3 +36,11 @@ def test_workers_tokens_add_up_and_the_news_of_decodes_is_kept() -> None:
     assert first.aggregate(second) == WorkerMetadata(both, ("one",))
     assert second.aggregate(first) == WorkerMetadata(both, ("one",))
     assert second.aggregate(WorkerMetadata({}, ())).decodes == (), "no decode replica is news, too"
+
+
+def test_workers_that_wait_no_longer_are_counted() -> None:
+    one, two = WorkerMetadata({}, late=Counter("r")), WorkerMetadata({}, late=Counter("rs"), stopped=Counter("q"))
+    both = one.aggregate(two)
+    assert (both.late, both.stopped) == ({"r": 2, "s": 1}, {"q": 1})
+    assert one
+    assert not WorkerMetadata({})

@@ -80,6 +80,7 @@ CONNECTOR_HOOKS = {
     "get_transfer_results": ["self", "finished_req_ids"],
     "build_connector_worker_meta": ["self"],
     "get_kv_connector_stats": ["self"],
+    "has_pending_push_work": ["self"],
     "shutdown": ["self"],
 }
 
@@ -196,6 +197,12 @@ def test_what_the_connector_reads() -> None:
     assert {"finished_recving", "kv_connector_worker_meta"} <= names(KVConnectorOutput)
     assert {"num_scheduled_tokens", "total_num_scheduled_tokens", "preempted_req_ids"} <= names(SchedulerOutput)
     assert parameters(KVCacheManager.get_block_ids) == ["self", "request_id"]
+
+
+def test_a_request_whose_load_failed_gives_its_blocks_back_and_vllm_steps_on_for_a_connector() -> None:
+    update = inspect.getsource(Scheduler._update_waiting_for_remote_kv)
+    assert update.index("if request.num_computed_tokens:") < update.index("self.kv_cache_manager.free(request)")
+    assert "self.connector.has_pending_push_work()" in inspect.getsource(Scheduler.has_requests)
 
 
 def test_what_is_read_of_a_step_and_of_its_statistics() -> None:

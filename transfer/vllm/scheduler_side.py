@@ -24,6 +24,7 @@ from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.fetching import Fetches
 from transfer.vllm.idle_sleep import IdleSleep
 from transfer.vllm.partial_blocks import PartialBlocks
+from transfer.vllm.remote_library import LibraryServer
 from transfer.vllm.step_clock import StepClock
 from transfer.vllm.step_messages import Loading, Offering, StepMetadata, WorkerMetadata
 from transfer.vllm.tier_events import tier_events
@@ -71,7 +72,8 @@ class SchedulerSide:
     """Answers the scheduler's hooks. `worker`: the worker's side when worker and scheduler share a process."""
 
     def __init__(self, secret: str, block_size: int, worker: Callable[[], WorkerSide | None]) -> None:
-        self._block_size, self._worker = block_size, worker
+        self._block_size, self._worker, self._secret = block_size, worker, secret.encode()
+        self._server: LibraryServer | None = None
         self._tokens = TokenSender(Seal(secret))
         self._idle_sleep = IdleSleep()
         self._clock = StepClock()
@@ -93,10 +95,14 @@ class SchedulerSide:
         take_ascending(manager.block_pool)
         self._partial_blocks = PartialBlocks(manager)
         self._fenced = FencedBlocks(manager.block_pool)
-        if (worker := self._worker()) is not None:  # only then can others borrow between steps
+        if (worker := self._worker()) is not None:
             channel, self._tiers = worker.channel, worker.tiers
             self._lent = CachedBlocks(manager, lambda: channel.recall(RECALL_WAIT_S), RECALL_WAIT_S)
             channel.lend(self._lent)
+        else:
+            self._server = LibraryServer(self._secret)
+            self._lent = self._server.library = CachedBlocks(manager, self._server.recall, RECALL_WAIT_S)
+            self._pending.library = self._server.address, self._secret
         self._fetches.bind(self._tiers, self._fenced)
 
     def _channel(self) -> Channel | None:
@@ -260,6 +266,8 @@ class SchedulerSide:
     def close(self) -> None:
         """Close the sockets."""
         self._tokens.close()
+        if self._server is not None:
+            self._server.close()
 
 
 def _the_part(request: Request) -> Part:

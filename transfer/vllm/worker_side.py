@@ -20,7 +20,8 @@ from transfer.memory.heads import head_range
 from transfer.memory.layout import KVLayout
 from transfer.memory.nixl_plane import NixlPlane
 from transfer.vllm.continued_answer import count_answered
-from transfer.vllm.scheduler_side import ABORTED
+from transfer.vllm.remote_library import RemoteLibrary
+from transfer.vllm.scheduler_side import ABORTED, RECALL_WAIT_S
 from transfer.vllm.step_messages import StepMetadata, WorkerMetadata
 from transfer.vllm.tiers import Tiers, open_tiers
 from transfer.vllm.weights import weights_of
@@ -45,6 +46,7 @@ class WorkerSide:
         self._late: set[str] = set()  # their fetches have not stopped yet
         self._came_late, self._stopped = Counter[str](), Counter[str]()
         self._decodes: tuple[str, ...] | None = None
+        self._library: RemoteLibrary | None = None
         count_answered(vllm_config)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -94,6 +96,9 @@ class WorkerSide:
     def begin_step(self, metadata: StepMetadata) -> None:
         """Hand the channel what the scheduler side says."""
         channel, carries_token = self.channel, _rank() == 0
+        if metadata.library is not None:
+            self._library = RemoteLibrary(*metadata.library, lambda: channel.recall(RECALL_WAIT_S))
+            channel.lend(self._library)
         for offer in metadata.offers:
             channel.offer(offer.key, offer.request_id, offer.peers, offer.first_block, offer.blocks, carries_token)
         for fetch in metadata.fetches:
@@ -155,6 +160,8 @@ class WorkerSide:
             self.tiers.close()
         if self._channel is not None:
             self._channel.close()
+        if self._library is not None:
+            self._library.close()
 
 
 def _rank() -> int:

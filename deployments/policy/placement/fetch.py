@@ -34,8 +34,6 @@ DISPLACED = 4.0
 Without that cost, prompts that many replicas may fetch are soon on all of them, and a busy fleet computes more. The
 number is measured (docs/benchmarks/policies.md).
 """
-SOURCES = 8
-"""The most replicas that are looked at as a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +72,12 @@ def fetched(outlook: Outlook) -> Iterator[Fetched]:
 def _source(outlook: Outlook, same: Flags | np.bool_) -> int | None:
     """The replica that has most of the prompt and lends it; of several, the one that moves the fewest bytes now.
 
-    Engines of several workers do not lend, and none lends what only its tiers have.
+    None lends what only its tiers have.
     """
-    columns, hits = outlook.columns, outlook.hit_rows
-    able = hits[(same & columns.ready)[hits]]
+    hits = outlook.hit_rows
+    able = hits[(same & outlook.columns.ready)[hits]]
     order = np.lexsort((outlook.link_load[able], -resident_tokens(outlook)[able]))
-    for row in able[order[:SOURCES]]:
-        if len(columns.info(int(row)).endpoints) == 1:
-            return int(row)
-    return None
+    return int(able[order[0]]) if able.size else None
 
 
 def resident_tokens(outlook: Outlook) -> Numbers:

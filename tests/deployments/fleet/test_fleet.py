@@ -46,8 +46,8 @@ def split(session_id: str, blocks: int, epoch: int = 1) -> Placement:
     return Placement(session_id, epoch, Mode.DISAGGREGATED, "split", D0, P0, blocks, 60.0, 600.0)
 
 
-def make_fleet(**options: float) -> Fleet:
-    return Fleet(POOLS, **{"stale_s": 5.0, **options})
+def make_fleet(slack_s: float = 30.0, unconfirmed_s: float = 30.0) -> Fleet:
+    return Fleet(POOLS, stale_s=5.0, slack_s=slack_s, unconfirmed_s=unconfirmed_s)
 
 
 @pytest.fixture

@@ -147,12 +147,10 @@ def test_a_fetch_ends_with_its_time(prefill: Any, decode: Any, monkeypatch: pyte
 def test_a_fetch_that_does_not_stop_in_its_time_is_late_and_ends_when_its_source_goes_on(
     prefill: Any, decode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf, goes_on, cancelled = Shelf(*HELD), threading.Event(), prefill.channel._prefill.cancelled
+    shelf, goes_on, progress = Shelf(*HELD), threading.Event(), prefill.channel._prefill.progress
     prefill.channel.lend(shelf)
     hold_writes(prefill, monkeypatch)
-    monkeypatch.setattr(
-        prefill.channel._prefill, "cancelled", lambda *message: goes_on.wait(60.0) and cancelled(*message)
-    )
+    monkeypatch.setattr(prefill.channel._prefill, "progress", lambda: goes_on.wait(60.0) and progress())
     fetch(decode, prefill, timeout_s=0.05)
     try:
         assert decode.wait("late", "r")

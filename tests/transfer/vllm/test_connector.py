@@ -63,6 +63,7 @@ class Engine:
             block_pool=BlockPool(num_gpu_blocks=BLOCKS, enable_caching=True, hash_block_size=BLOCK_SIZE),
             coordinator=SimpleNamespace(single_type_managers=[None]),
             get_computed_blocks=None,
+            allocate_slots=None,
             get_block_ids=lambda request_id: (self.blocks,),
         )
         self.scheduler.bind(manager)

@@ -328,10 +328,11 @@ def logprobs(answer: Any) -> list[list[float]]:
     return [list(row) for each in rows for row in each.logprobs]
 
 
-async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path) -> None:
+@pytest.mark.parametrize(("workers", "lenders"), [(1, 1), (2, 1), (1, 2)])
+async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path, workers: int, lenders: int) -> None:
     """Answers are those of one engine, wherever in the prompt the part that is fetched ends. Prefill is strict."""
-    strict = pool().model_copy(update={"strict": True})
-    async with cluster(model, strict, pool(), fetch=True) as engines:
+    strict = pool(workers).model_copy(update={"strict": True})
+    async with cluster(model, strict, pool(lenders), fetch=True) as engines:
         for cached, asked in ((512, 512), (512, 700), (300, 301), (640, 900)):
             known = prompt(asked)
             await engines.manager.ask(Drain(PREFILL))
@@ -343,7 +344,7 @@ async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path) -> None
             answer = await (await engines.ask(known, max_tokens=6)).over()
             after = await engines.replicas[PREFILL].counters()
             assert answer.context.modes == {Mode.DISAGGREGATED}
-            assert after["blocks_fetched"] - before["blocks_fetched"] == whole_blocks
+            assert after["blocks_fetched"] - before["blocks_fetched"] == workers * whole_blocks
             assert after["fetches_broken"] == 0
             assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
         await engines.all_is_free()

@@ -1,0 +1,166 @@
+"""What an engine lends, for its workers where they are in other processes than its scheduler.
+
+The scheduler's process has the prefix cache, and each worker's channel asks it over a Unix socket of this machine. The
+socket has no file: its name is in Linux's abstract namespace. Both sides prove that they know the secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
+from typing import TYPE_CHECKING, Any
+
+from transfer.channel.library import Library
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+logger = logging.getLogger("baton.transfer")
+
+ANSWER_S, GRACE_S = 0.5, 0.5
+"""After the first the scheduler's process lends nothing. A worker's channel waits for both to pass."""
+HELLO_S = 10.0
+"""The longest that a worker takes to say what a new connection is for."""
+CALLS, RECALLS = "calls", "recalls"
+"""What a connection is for: the worker asks, or the worker is told to end all fetches."""
+
+
+class LibraryServer:
+    """In the scheduler's process. Its threads call `library`. What a dead worker has borrowed is given back."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.address = f"\0baton-{uuid.uuid4().hex}"
+        self._listener = Listener(self.address, "AF_UNIX", authkey=secret)
+        self.library: Library | None = None
+        self._recalls: list[Connection[Any, Any]] = []
+        self._calls: list[Connection[Any, Any]] = []
+        self._is_closing = False
+        threading.Thread(target=self._accept, name="baton-library", daemon=True).start()
+
+    def recall(self) -> bool:
+        """Tell the workers to end all fetches. True: what they have borrowed comes back, each by each."""
+        for connection in tuple(self._recalls):
+            try:
+                connection.send(RECALLS)
+            except OSError:  # the worker has died
+                self._recalls.remove(connection)
+        return True
+
+    def close(self) -> None:
+        """End the threads."""
+        self._is_closing = True
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as wakes:
+            wakes.connect(self.address)  # closing a socket does not wake a thread that listens
+        self._listener.close()
+        for connection in self._calls:
+            _wake(connection)
+        for connection in self._recalls:
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._is_closing:
+            try:
+                connection = self._listener.accept()
+                purpose = connection.recv() if connection.poll(HELLO_S) else ""
+            except (OSError, EOFError, AuthenticationError) as error:
+                if not self._is_closing:
+                    logger.warning("a connection to the prefix cache was refused: %s", repr(error))
+                continue
+            if purpose not in (CALLS, RECALLS):
+                connection.close()
+                continue
+            if purpose == RECALLS:
+                self._recalls.append(connection)
+            else:
+                self._calls.append(connection)
+                threading.Thread(target=self._serve, args=(connection,), name="baton-library", daemon=True).start()
+
+    def _serve(self, connection: Connection[Any, Any]) -> None:
+        assert self.library is not None
+        lent: Counter[int] = Counter()
+        try:
+            while True:
+                asked, given_back, until_s = connection.recv()
+                if given_back:
+                    lent.subtract(given_back)
+                    self.library.give_back(given_back)
+                if asked:
+                    found = self.library.borrow(asked)
+                    if time.monotonic() > until_s:
+                        self.library.give_back(found)
+                        found = ()
+                    lent.update(found)
+                    connection.send(found)
+        except (OSError, EOFError):  # the worker has died, or this process ends
+            self.library.give_back(list(lent.elements()))
+        finally:
+            connection.close()
+
+
+class RemoteLibrary:
+    """In a worker's process: a `transfer.channel.library.Library`. `recall`: ends all fetches from this worker.
+
+    The channel's thread calls it. Writes may read what is borrowed until the channel is closed, so only `close` ends
+    the connection: then the other side takes all of it back.
+    """
+
+    def __init__(self, address: str, secret: bytes, recall: Callable[[], object]) -> None:
+        self._calls, self._recalls = _connected(address, secret, CALLS), _connected(address, secret, RECALLS)
+        self._recall, self._is_owed = recall, False
+        threading.Thread(target=self._heed, name="baton-recalls", daemon=True).start()
+
+    def borrow(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """See `Library`. Nothing where the scheduler's process takes too long; what it lends too late goes back."""
+        try:
+            if self._is_owed and self._calls.poll(0):
+                self._is_owed = False
+                self.give_back(self._calls.recv())
+            if self._is_owed or not hashes:
+                return ()
+            self._calls.send((list(hashes), (), time.monotonic() + ANSWER_S))
+            if self._calls.poll(ANSWER_S + GRACE_S):
+                return tuple(self._calls.recv())
+            self._is_owed = True
+        except (OSError, EOFError) as error:
+            logger.warning("the prefix cache cannot be asked: %r", error)
+        return ()
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """See `Library`."""
+        with suppress(OSError):  # the scheduler's process has died, and this one ends with it
+            self._calls.send(((), list(blocks), 0.0))
+
+    def close(self) -> None:
+        """No write reads a borrowed block any more."""
+        self._calls.close()
+        _wake(self._recalls)
+
+    def _heed(self) -> None:
+        try:
+            while self._recalls.recv():
+                self._recall()
+        except (OSError, EOFError):
+            return
+        finally:
+            self._recalls.close()
+
+
+def _wake(connection: Connection[Any, Any]) -> None:
+    """End a connection on which a thread waits, which then closes it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as known:
+        known.shutdown(socket.SHUT_RDWR)
+
+
+def _connected(address: str, secret: bytes, purpose: str) -> Connection[Any, Any]:
+    connection = Client(address, "AF_UNIX", authkey=secret)
+    connection.send(purpose)
+    return connection

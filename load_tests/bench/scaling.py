@@ -5,10 +5,11 @@ first look within a minute. Progress goes to stderr; the last line of stdout is 
 
 **What runs.** Each trace on a prefill and a decode pool of 1 to `--most` replicas, that start with four each. A replica
 takes `--start-s` seconds to start, with 10% of chance, and is paid for from the first of them until it has drained.
-Placement and admission are Baton's own in every run, and the pools are strict: only the sizes differ. `wave` is a day
-of `--season-s` seconds, from a quarter of the rate to all of it; `bursts` is a quarter, and all of it in the last 3 of
-15 minutes; `steady` is the same all the time. They run on accelerators like an L40S. `azure` and `mooncake` come in
-their own time, each request several times; Azure's on the same accelerators, Mooncake's on H100.
+Placement and admission are Baton's own in every run, and the pools are strict unless `--no-strict` is given: only the
+sizes differ. `wave` is a day of `--season-s` seconds, from a quarter of the rate to all of it; `bursts` is a quarter,
+and all of it in the last 3 of 15 minutes; `steady` is the same all the time. They run on accelerators like an L40S.
+`azure` and `mooncake` come in their own time, each request several times; Azure's on the same accelerators, Mooncake's
+on H100.
 
 **Policies.** `baton`: the planner, without a season; `baton_season`: with it, for `wave` and `bursts`. `serve`,
 `dynamo`, `keda`: see `load_tests/simulator/scalers.py`. `fixed`: the sizes stay. They are the largest that Baton came
@@ -53,6 +54,7 @@ PARTS = (1.0, 0.85, 0.7)
 NEARLY = 0.99
 EQUAL, LEVEL = 0.005, 0.001
 MAX_MODEL_LEN = 131_072
+SETTINGS = ("minutes", "scale", "start_s", "season_s", "most", "seed", "strict")
 COPIES = {"azure": 8, "mooncake": 4}
 PER_S = 20.0
 SLOW_CHAT: Classes = (Objectives("chat", ttft_s=2.5, tpot_s=0.05),)
@@ -77,6 +79,7 @@ class Run:
     wave_s: float = 1800.0
     scale: float = 1.0
     seed: int = 1
+    strict: bool = True
 
 
 def trace_of(run: Run) -> Trace:
@@ -98,8 +101,8 @@ def cluster_of(run: Run) -> Cluster:
     profile: Profile = H100 if run.trace.startswith("mooncake") else L40S
     prefill, decode = run.sizes
     pools = (
-        Pool("prefill", Role.PREFILL, prefill, profile, Limits(batched_tokens=8192, sequences=256), strict=True),
-        Pool("main", Role.DECODE, decode, profile, Limits(batched_tokens=2048, sequences=256), strict=True),
+        Pool("prefill", Role.PREFILL, prefill, profile, Limits(batched_tokens=8192, sequences=256), run.strict),
+        Pool("main", Role.DECODE, decode, profile, Limits(batched_tokens=2048, sequences=256), run.strict),
     )
     return Cluster(pools, MAX_MODEL_LEN)
 
@@ -165,7 +168,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if "fixed" in options.policies:
             rows += _perform(processes, _fixed(options, rows))
     traces = {row["trace"]: [each for each in rows if each["trace"] == row["trace"]] for row in rows}
-    settings = {name: getattr(options, name) for name in ("minutes", "scale", "start_s", "season_s", "most", "seed")}
+    settings = {name: getattr(options, name) for name in SETTINGS}
     return {
         "runs": [{key: value for key, value in row.items() if key != "sizes"} for row in rows],
         "summary": {name: summary(mine) for name, mine in traces.items()},
@@ -177,7 +180,7 @@ def _runs(options: argparse.Namespace) -> list[Run]:
     made = []
     for trace in options.traces:
         one = Run(trace, "", options.minutes, start_s=options.start_s, scale=options.scale, most=options.most)
-        one = replace(one, seed=options.seed, wave_s=options.season_s)
+        one = replace(one, seed=options.seed, wave_s=options.season_s, strict=options.strict)
         made += [replace(one, policy=policy) for policy in options.policies]
         season_s = {"wave": options.season_s, "bursts": waves.EVERY_S}.get(trace)
         if season_s is not None and "baton" in options.policies:
@@ -250,6 +253,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=60, help="replicas of a pool")
     parser.add_argument("--start-s", type=float, default=60.0, help="seconds that a replica takes to start")
     parser.add_argument("--season-s", type=float, help="of the wave; default: 1800")
+    parser.add_argument("--strict", action=argparse.BooleanOptionalAction, default=True, help="pools keep to a role")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

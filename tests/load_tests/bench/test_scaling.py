@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from load_tests.bench.scaling import PARTS, Run, _fixed, _runs, parse, perform, summary
+from load_tests.bench.scaling import PARTS, Run, _fixed, _runs, cluster_of, parse, perform, summary
 from load_tests.simulator.traces import DEFAULT_FOLDER
 
 
@@ -52,6 +52,12 @@ def test_fixed_fleets_are_parts_of_the_largest_that_baton_came_to() -> None:
 def test_a_wave_runs_once_more_with_its_season() -> None:
     made = _runs(parse(["--quick"]))
     assert [one.policy for one in made if one.season_s] == ["baton_season"]
+
+
+@pytest.mark.parametrize(("option", "strict"), [("--strict", True), ("--no-strict", False)])
+def test_pools_keep_to_their_roles_or_not(option: str, strict: bool) -> None:
+    made = _runs(parse(["--traces", "steady", option]))
+    assert {pool.strict for one in made for pool in cluster_of(one).pools} == {strict}
 
 
 @pytest.mark.slow

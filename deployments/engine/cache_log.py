@@ -48,18 +48,13 @@ class CacheLog:
         Each change is given once. A caller that could not deliver one asks for the whole.
         """
         whole = whole or not self._is_told
-        cached, tiered = self._cached, self._tiered
-        if not (whole or cached.came or cached.went or tiered.came or tiered.went):
+        if not (whole or self._cached.has_news or self._tiered.has_news):
             return None
         self._sequence += 1
-        stored, removed = (cached.now, set[int]()) if whole else (cached.came, cached.went)
-        left, returned = (tiered.now, set[int]()) if whole else (tiered.came, tiered.went)
-        told = tuple(stored), tuple(removed), whole, tuple(left), tuple(returned)
-        change = CacheChange(self._sequence, *told)
         self._is_told = True
-        cached.told()
-        tiered.told()
-        return change
+        stored, removed = self._cached.tell(whole)
+        left, returned = self._tiered.tell(whole)
+        return CacheChange(self._sequence, stored, removed, whole, left, returned)
 
 
 class _Blocks:
@@ -82,5 +77,12 @@ class _Blocks:
         self.went |= gone - self.came
         self.came -= gone
 
-    def told(self) -> None:
+    @property
+    def has_news(self) -> bool:
+        return bool(self.came or self.went)
+
+    def tell(self, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What has come and gone since the last call, or with `whole` all there is."""
+        told = (tuple(self.now), ()) if whole else (tuple(self.came), tuple(self.went))
         self.came, self.went = set(), set()
+        return told

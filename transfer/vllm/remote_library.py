@@ -114,21 +114,24 @@ class RemoteLibrary:
     """
 
     def __init__(self, address: str, secret: bytes, recall: Callable[[], object]) -> None:
-        self._calls, self._recalls = _connected(address, secret, CALLS), _connected(address, secret, RECALLS)
-        self._recall, self._is_owed = recall, False
-        threading.Thread(target=self._heed, name="baton-recalls", daemon=True).start()
+        self._recall, self._is_owed, self._is_closed = recall, False, False
+        self._calls: Connection[Any, Any] | None = None  # until it is connected; no step waits for that
+        self._recalls: Connection[Any, Any] | None = None
+        threading.Thread(target=self._run, args=(address, secret), name="baton-recalls", daemon=True).start()
 
     def borrow(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
         """See `Library`. Nothing where the scheduler's process takes too long; what it lends too late goes back."""
+        if (calls := self._calls) is None:
+            return ()
         try:
-            if self._is_owed and self._calls.poll(0):
+            if self._is_owed and calls.poll(0):
                 self._is_owed = False
-                self.give_back(self._calls.recv())
+                self.give_back(calls.recv())
             if self._is_owed or not hashes:
                 return ()
-            self._calls.send((list(hashes), (), time.monotonic() + ANSWER_S))
-            if self._calls.poll(ANSWER_S + GRACE_S):
-                return tuple(self._calls.recv())
+            calls.send((list(hashes), (), time.monotonic() + ANSWER_S))
+            if calls.poll(ANSWER_S + GRACE_S):
+                return tuple(calls.recv())
             self._is_owed = True
         except (OSError, EOFError) as error:
             logger.warning("the prefix cache cannot be asked: %r", error)
@@ -136,22 +139,32 @@ class RemoteLibrary:
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """See `Library`."""
-        with suppress(OSError):  # the scheduler's process has died, and this one ends with it
-            self._calls.send(((), list(blocks), 0.0))
+        if self._calls is not None:
+            with suppress(OSError):  # the scheduler's process has died, and this one ends with it
+                self._calls.send(((), list(blocks), 0.0))
 
     def close(self) -> None:
         """No write reads a borrowed block any more."""
-        self._calls.close()
-        _wake(self._recalls)
+        self._is_closed = True
+        if self._calls is not None:
+            self._calls.close()
+        if self._recalls is not None:
+            _wake(self._recalls)
 
-    def _heed(self) -> None:
+    def _run(self, address: str, secret: bytes) -> None:
+        """Connect, and heed recalls until the connection ends. A worker that cannot connect lends nothing."""
         try:
-            while self._recalls.recv():
-                self._recall()
+            with _connected(address, secret, RECALLS) as recalls:
+                self._recalls, self._calls = recalls, _connected(address, secret, CALLS)
+                while not self._is_closed and recalls.recv():
+                    self._recall()
+        except AuthenticationError as error:
+            logger.warning("this worker lends nothing: %s", repr(error))
         except (OSError, EOFError):
             return
         finally:
-            self._recalls.close()
+            if self._is_closed and self._calls is not None:
+                self._calls.close()
 
 
 def _wake(connection: Connection[Any, Any]) -> None:

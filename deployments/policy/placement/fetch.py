@@ -52,11 +52,10 @@ class Fetched:
 
 def fetched(outlook: Outlook) -> Iterator[Fetched]:
     """For each engine that several replicas run: what they would fetch, where that takes less time than computing."""
-    columns = outlook.columns
+    columns, resident = outlook.columns, resident_tokens(outlook)
     for same in columns.by_engine():
-        if (source := _source(outlook, same)) is None:
+        if (source := _source(outlook, same, resident)) is None:
             continue
-        resident = resident_tokens(outlook)
         tokens = int(resident[source])
         able = same & columns.ready
         rows = np.flatnonzero(able & (tokens - outlook.cached_tokens >= columns["block_size"]))
@@ -69,14 +68,14 @@ def fetched(outlook: Outlook) -> Iterator[Fetched]:
             yield Fetched(source, tokens, rows[pays], takes_s[pays], spares_s[pays])
 
 
-def _source(outlook: Outlook, same: Flags | np.bool_) -> int | None:
+def _source(outlook: Outlook, same: Flags | np.bool_, resident: Numbers) -> int | None:
     """The replica that has most of the prompt and lends it; of several, the one that moves the fewest bytes now.
 
     None lends what only its tiers have.
     """
     hits = outlook.hit_rows
     able = hits[(same & outlook.columns.ready)[hits]]
-    order = np.lexsort((outlook.link_load[able], -resident_tokens(outlook)[able]))
+    order = np.lexsort((outlook.link_load[able], -resident[able]))
     return int(able[order[0]]) if able.size else None
 
 

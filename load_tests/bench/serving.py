@@ -17,7 +17,10 @@ arrival of every token; `python -m load_tests.report.plots FILES` draws them.
 Each has two engines with the same model, dtype, KV memory, block size, limits of sequences and length, and thread
 settings. Every engine has one core of its own. Frontends, proxies and this client share both cores. On CPU Ray Serve
 LLM always takes the executor `mp`, which is one process more an engine; both processes of an engine have the same core.
-Peers run one at a time, all of them in every round, and the first one changes from round to round.
+Peers run one at a time, all of them in every round, and the first one changes from round to round. By default a peer
+takes all loads and ends before the next one starts, which may be ten minutes later. With `--together` all of them are
+up, each takes a load in turn, and the processes of the others are stopped meanwhile: a machine whose speed drifts by
+the minute then gives a fair ratio. That takes the memory of all of them.
 
 **Load.** `mixed.<rate>`: open loop, with the given requests per second for `--seconds`. Prompts of 1,000 tokens with
 answers of 8 (35 of 155) come among prompts of 40 with answers of 60. Arrivals are Poisson (`--arrivals bursts`: herds
@@ -38,21 +41,22 @@ arrived within the window. `stolen_share`: of the machine's CPU time during the 
 took. With `--tries`, a load of which they took more than `--most-stolen` is repeated, with other tokens of the same
 number at the same times. The least disturbed of at most that many tries counts. `ready_s`: from the first command to
 the first answer of every engine. Each figure is the median of the rounds; `spread` has their least and greatest.
-`ratios`: Baton's median over the other's. `answers_equal`: whether all gave the same greedy answers to the same
-prompts.
+`ratios`: Baton's median over the other's. `paired`: Baton's
+figure over the other's of the same round: the median of the rounds, the least and the greatest. `answers_equal`:
+whether all gave the same greedy answers to the same prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +68,12 @@ from load_tests.harness.peers.group import PeerError
 from load_tests.harness.peers.peers import PEERS, Peer, started
 from load_tests.harness.peers.settings import Settings, settings
 from load_tests.report.serving import rounded
-from load_tests.report.serving_rounds import Results, Row, closed_row, mixed_row, objectives_for, trace_row
+from load_tests.report.serving_loads import ARRIVALS, MOST_TRIES, Load, loads
+from load_tests.report.serving_rounds import Results, Row, objectives_for
 from load_tests.simulator.traces import TraceError, find
-from load_tests.traffic.client import Answer, Ask, Client, Talk, closed_loop, open_loop
-from load_tests.traffic.workloads import (
-    CLOSED,
-    LONG,
-    SHORT,
-    TALK,
-    asks,
-    bursts,
-    mixed,
-    poisson,
-    prompt_of,
-    replay,
-    talks,
-    unlike,
-)
+from load_tests.traffic.client import Answer, Client, open_loop
+from load_tests.traffic.workloads import CLOSED, LONG, SHORT, TALK, mixed, prompt_of
 
-MOST_CONCURRENCY, MOST_TRIES = 10_000, 100
-ARRIVALS = {"poisson": poisson, "bursts": bursts}
 WARM_RATE = 1.0
 CHECKED_PROMPTS, CHECKED_TOKENS, CHECK_TIMEOUT_S = (7, 200, 600), 12, 120.0
 
@@ -104,57 +94,26 @@ def greedy(peer: Peer) -> list[str]:
     return by_url[0]
 
 
-async def measure(peer: Peer, options: argparse.Namespace, number: int, results: Results, most_tokens: int) -> None:
-    """Measures all loads on one running peer. `most_tokens`: the longest prompt with answer that its model takes."""
-    seed: int = options.seed + number
-    seconds, stolen = options.seconds, Stolen()
+async def measure(peer: Peer, load: Load, options: argparse.Namespace, number: int, results: Results) -> None:
+    """Measures one load on a running peer, until neighbours leave it alone, `--tries` times at most.
 
-    async def measured(work: str, load: str, once: Callable[[int], Awaitable[tuple[Row, list[Answer]]]]) -> None:
-        """One load, tried until neighbours leave it alone, `--tries` times at most. The least disturbed try is kept."""
-        tries: list[tuple[Row, list[Answer]]] = []
+    The least disturbed try is kept.
+    """
+    stolen = Stolen()
+    tries: list[tuple[Row, list[Answer]]] = []
+    async with Client(peer.urls, peer.model) as client:
         while not tries or (len(tries) < options.tries and tries[-1][0]["stolen_share"] > options.most_stolen):
             stolen.share()
-            row, answers = await once(len(tries))
+            row, answers = await load.once(client, len(tries))
             tries.append((row | {"stolen_share": rounded(stolen.share())}, answers))
-        row, answers = min(tries, key=lambda each: each[0]["stolen_share"])
-        results.add(number, peer.name, work, load, row | {"tries": len(tries)}, answers)
+    row, answers = min(tries, key=lambda each: each[0]["stolen_share"])
+    results.add(number, peer.name, load.work, load.name, row | {"tries": len(tries)}, answers)
 
+
+async def warm(peer: Peer, seconds: float, seed: int) -> None:
+    """Requests that are not measured."""
     async with Client(peer.urls, peer.model) as client:
-
-        async def mixed_once(rate: float, attempt: int) -> tuple[Row, list[Answer]]:
-            asked = mixed(rate, seconds, seed, ARRIVALS[options.arrivals])
-            answers = await open_loop(client, unlike(asked, attempt))
-            return mixed_row(answers, seconds, objectives_for(options.slower)), answers
-
-        async def trace_once(rate: float, attempt: int) -> tuple[Row, list[Answer]]:
-            answers = await open_loop(client, unlike(replay(options.trace, rate, seconds, most_tokens, seed), attempt))
-            return trace_row(answers, seconds), answers
-
-        async def closed_once(concurrency: int, attempt: int) -> tuple[Row, list[Answer]]:
-            # A seed for each loop and try: a cache may still have the prompts of an earlier one.
-            source = asks(CLOSED, seed_of(attempt, concurrency))
-            return await loop_once(source, concurrency)
-
-        async def talks_once(concurrency: int, attempt: int) -> tuple[Row, list[Answer]]:
-            return await loop_once(talks(seed_of(attempt, concurrency)), concurrency)
-
-        def seed_of(attempt: int, concurrency: int) -> int:
-            return (seed * MOST_TRIES + attempt) * MOST_CONCURRENCY + concurrency
-
-        async def loop_once(source: Iterator[Ask | Talk], concurrency: int) -> tuple[Row, list[Answer]]:
-            begin_s, end_s = options.closed_seconds / 4, 1.25 * options.closed_seconds
-            answers = await closed_loop(client, source.__next__, concurrency, end_s, ramp_s=begin_s)
-            return closed_row(answers, begin_s, end_s), answers
-
-        await open_loop(client, mixed(WARM_RATE, options.warm_seconds, seed - 1))
-        for rate in options.rates:
-            await measured("mixed", f"{rate:g}", partial(mixed_once, rate))
-        for rate in options.rates if options.trace else ():
-            await measured("trace", f"{rate:g}", partial(trace_once, rate))
-        for concurrency in options.concurrency:
-            await measured("closed", str(concurrency), partial(closed_once, concurrency))
-        for concurrency in options.talks:
-            await measured("talks", str(concurrency), partial(talks_once, concurrency))
+        await open_loop(client, mixed(WARM_RATE, seconds, seed))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -163,23 +122,65 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     results = Results(options.out)
     for number in range(options.rounds):
         turn = number % len(options.peers)
-        for name in options.peers[turn:] + options.peers[:turn]:
-            print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
-            try:
-                _one(name, made, options, number, results)
-            except (PeerError, httpx.HTTPError) as error:
-                print(f"  failed: {error}", file=sys.stderr, flush=True)
-                results.failures.append({"peer": name, "round": number + 1, "error": str(error)[-500:]})
+        names = options.peers[turn:] + options.peers[:turn]
+        for group in [names] if options.together else [[name] for name in names]:
+            print(f"round {number + 1} of {options.rounds}: {', '.join(group)}", file=sys.stderr, flush=True)
+            _round(group, made, options, number, results)
     return {"benchmark": "serving", "conditions": before | _asked(options, made), **results.summary()}
 
 
-def _one(name: str, made: Settings, options: argparse.Namespace, number: int, results: Results) -> None:
+def _round(names: Sequence[str], made: Settings, options: argparse.Namespace, number: int, results: Results) -> None:
+    """One round of peers that are up at the same time. Of several, all but the one that is measured are stopped."""
+    seed = options.seed + number
+    with contextlib.ExitStack() as stack:
+        peers = [peer for name in names if (peer := _up(stack, name, made, options, number, results))]
+        for place, load in enumerate(loads(options, seed, made.arguments["max_model_len"])):
+            first = place % len(peers) if peers else 0
+            for peer in peers[first:] + peers[:first]:
+                with _noted(results, peer.name, number) as failed, _alone(peer, peers):
+                    if not place or len(peers) > 1:
+                        asyncio.run(warm(peer, options.warm_seconds, seed - 1 - MOST_TRIES * place))
+                    asyncio.run(measure(peer, load, options, number, results))
+                if failed:
+                    peers.remove(peer)
+
+
+def _up(
+    stack: contextlib.ExitStack, name: str, made: Settings, options: argparse.Namespace, number: int, results: Results
+) -> Peer | None:
+    """A started peer that has answered; None when that failed, which is noted."""
     load = round(os.getloadavg()[0], 2)
-    with tempfile.TemporaryDirectory() as folder, started(name, made, Path(folder), pin=options.pin) as peer:
+    with _noted(results, name, number):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peer = stack.enter_context(started(name, made, folder, pin=options.pin))
         print(f"  ready after {peer.ready_s:.1f} s; engines on cores {peer.cores}", file=sys.stderr, flush=True)
         results.started(name, {"ready_s": rounded(peer.ready_s), "load_1min_before": load})
         results.answers.append(greedy(peer))
-        asyncio.run(measure(peer, options, number, results, made.arguments["max_model_len"]))
+        peer.group.complete()
+        return peer
+    return None
+
+
+@contextlib.contextmanager
+def _alone(peer: Peer, peers: Sequence[Peer]) -> Iterator[None]:
+    """The peer runs, and the others are stopped."""
+    for other in peers:
+        if other is not peer:
+            other.group.pause()
+    peer.group.resume()
+    yield
+
+
+@contextlib.contextmanager
+def _noted(results: Results, name: str, number: int) -> Iterator[list[str]]:
+    """Notes what fails. Gives a list that then has the error."""
+    failed: list[str] = []
+    try:
+        yield failed
+    except (PeerError, httpx.HTTPError) as error:
+        print(f"  failed: {error}", file=sys.stderr, flush=True)
+        failed.append(str(error)[-500:])
+        results.failures.append({"peer": name, "round": number + 1, "error": failed[0]})
 
 
 def _asked(options: argparse.Namespace, made: Settings) -> dict[str, Any]:
@@ -191,6 +192,7 @@ def _asked(options: argparse.Namespace, made: Settings) -> dict[str, Any]:
         "arrivals": options.arrivals,
         "trace": options.trace.name if options.trace else None,
         "pinned": options.pin,
+        "together": options.together,
         "tries": options.tries,
         "most_stolen": options.most_stolen,
         "objectives": {kind: asdict(objective) for kind, objective in objectives_for(options.slower).items()},
@@ -225,6 +227,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="what Baton runs, as it is, and where engine arguments come from")
     parser.add_argument(
         "--no-pin", dest="pin", action="store_false", help="leave the engines where the system puts them"
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="all peers are up at the same time, and every load is measured on each of them before the next load",
     )
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "bench" / "serving", help="a file for every run")
     parser.add_argument("--seed", type=int, default=1)

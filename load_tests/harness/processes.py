@@ -22,7 +22,7 @@ from deployments.host.processes import marked as marked_pids
 from deployments.host.processes import parents, stat
 
 GUARD_TIMEOUT_S = 20.0
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 def children(root: int) -> set[int]:
@@ -36,9 +36,15 @@ def marked(entry: str) -> dict[int, str]:
     return {pid: name for pid, name in titles.items() if name}
 
 
-def adopt_orphans(adopt: bool) -> None:
-    """Switch whether orphaned descendants become children of this process, so that none is lost."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+def adopt_orphans(adopt: bool) -> bool:
+    """Switch whether orphaned descendants become children of this process, so that none is lost.
+
+    Returns whether they did before.
+    """
+    library, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    library.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+    return bool(before.value)
 
 
 def reap(pids: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,9 @@ class Results:
             "ready_s": ready,
             "ratios": {name: {load: _ratios(peers) for load, peers in table.items()} for name, table in tables.items()}
             | {"ready_s": {peer: row["ready_s"] for peer, row in _ratios(ready).items()}},
+            "paired": {
+                name: {load: _paired(peers) for load, peers in rows.items()} for name, rows in self._rows.items()
+            },
             "answers_equal": all(answers == self.answers[0] for answers in self.answers) if self.answers else None,
             "failures": self.failures,
         }
@@ -75,6 +79,21 @@ def _ratios(peers: dict[str, Any]) -> dict[str, dict[str, float | None]]:
         for peer, row in peers.items()
         if ours and peer != "baton"
     }
+
+
+def _paired(peers: dict[str, list[Row]]) -> dict[str, dict[str, list[float]]]:
+    """Baton's figure over the other peer's of the same round: the median, the least and the greatest of the rounds."""
+    ours = peers.get("baton", [])
+    found: dict[str, dict[str, list[float]]] = {}
+    for peer, rows in peers.items():
+        if peer == "baton" or len(rows) != len(ours):
+            continue
+        for name in (name for name in ours[0] if name.endswith(UNITS)):
+            if each := sorted(
+                mine[name] / row[name] for mine, row in zip(ours, rows, strict=True) if mine[name] and row[name]
+            ):
+                found.setdefault(peer, {})[name] = [statistics.median(each), each[0], each[-1]]
+    return found
 
 
 def objectives_for(slower: float) -> dict[str, Objective]:

@@ -1,4 +1,4 @@
-"""The processes of one peer: it starts them, waits for them over HTTP, pins them to cores, and ends all of them."""
+"""The processes of one peer: it starts them, waits for them over HTTP, pins and pauses them, and ends all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 from deployments.host.processes import descendants
 from deployments.host.shared_memory import PREFIXES, SEMAPHORES, remove, shared_memory_of
 from load_tests.harness.application import ROOT
-from load_tests.harness.processes import Guard, adopt_orphans, began, children, reap, title
+from load_tests.harness.processes import Guard, adopt_orphans, began, children, pause, reap, resume, title
 
 READY_TIMEOUT_S, STOP_TIMEOUT_S, KILL_TIMEOUT_S = 900.0, 60.0, 10.0  # Ray Serve LLM takes minutes on two cores
 ANSWER_TIMEOUT_S = 20.0  # a request may wait for a replica, or hang
@@ -29,14 +29,14 @@ class PeerError(Exception):
 
 
 class Group:
-    """Commands of one peer, each in a process group of its own. Only one group may exist at a time.
+    """Commands of one peer, each in a process group of its own.
 
     Every process that becomes a child of this process while the group exists, and every descendant of it, counts as the
-    peer's.
+    peer's. Before a second group is made, the first one must be `complete`. The last one made ends first.
     """
 
     def __init__(self, name: str, directory: Path, environment: Mapping[str, str]) -> None:
-        adopt_orphans(True)
+        self._adopted = adopt_orphans(True)
         self.name, self._directory = name, directory
         self._sockets = tempfile.TemporaryDirectory(prefix="baton-")  # for vLLM's sockets, which it leaves behind
         ours = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
@@ -45,6 +45,7 @@ class Group:
         self._guard = Guard()
         self._watched: set[int] = set()
         self._others = children(os.getpid())  # the guard among them
+        self._complete: set[int] | None = None
         self.began_s = time.monotonic()
 
     def run(self, command: Sequence[str]) -> None:
@@ -88,8 +89,21 @@ class Group:
 
     def pids(self) -> set[int]:
         """Every process of the peer."""
-        made = children(os.getpid()) - self._others
+        made = children(os.getpid()) - self._others if self._complete is None else self._complete
         return made.union(*(descendants(pid) for pid in made))
+
+    def complete(self) -> None:
+        """The peer has all its processes. From now on only their descendants become the peer's."""
+        self._watch()
+        self._complete = self.pids()
+
+    def pause(self) -> None:
+        """Stop every process of the peer until `resume`, or until `stop`."""
+        pause(self.pids())
+
+    def resume(self) -> None:
+        """Let every process of the peer run."""
+        resume(self.pids())
 
     def engines(self) -> list[set[int]]:
         """The processes of each engine, in the order of their start: vLLM's engine core and its workers."""
@@ -119,6 +133,7 @@ class Group:
 
         Raises PeerError when a process still runs after that.
         """
+        self.resume()
         known = {pid: began(pid) for pid in self.pids()}
         named = shared_memory_of(known, (*PREFIXES, SEMAPHORES))
         for process in reversed(self._processes):
@@ -136,7 +151,7 @@ class Group:
         remove(named)  # what vLLM leaves behind when it is killed
         self._guard.close()
         self._sockets.cleanup()
-        adopt_orphans(False)
+        adopt_orphans(self._adopted)
 
     def _watch(self) -> None:
         """If this process is killed, the guard ends the peer's processes."""

@@ -18,6 +18,7 @@ from load_tests.harness.peers.doubles import Double
 from load_tests.harness.peers.group import PeerError
 from load_tests.harness.peers.peers import Peer
 from load_tests.harness.peers.settings import Settings
+from load_tests.report import serving_loads
 from load_tests.report.serving_rounds import Results
 from load_tests.traffic.client import Answer, Ask
 from load_tests.traffic.workloads import mixed
@@ -39,8 +40,9 @@ def plain(name: str, made: Settings, directory: Path, pin: bool = True) -> Itera
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True])
 def test_serving_gives_medians_ratios_and_failures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    together: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(serving, "started", plain)
     monkeypatch.setattr(serving, "settings", lambda _: MADE)
@@ -54,6 +56,7 @@ def test_serving_gives_medians_ratios_and_failures(
         "--closed-seconds=2",
         "--slower=2",
         f"--out={tmp_path / 'runs'}",
+        *(["--together"] if together else []),
     ]
     serving.main(arguments)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -73,6 +76,9 @@ def test_serving_gives_medians_ratios_and_failures(
         mixed["e2e_mean_s"] / result["mixed"]["20"]["vllm"]["e2e_mean_s"], rel=1e-3
     )
     assert set(ratios["ready_s"]) == {"vllm"}
+    median, least, most = result["paired"]["mixed"]["20"]["vllm"]["e2e_mean_s"]
+    assert 0 < least <= median <= most
+    assert result["conditions"]["together"] is together
     assert result["answers_equal"] is True
     assert [(each["peer"], each["round"]) for each in result["failures"]] == [("rayllm", 1), ("rayllm", 2)]
     runs = {file.name for file in (tmp_path / "runs").iterdir()}
@@ -102,14 +108,15 @@ async def test_what_neighbours_disturb_is_tried_again(
 
     looks = iter([each for share in shares for each in (9.0, share)])  # from before a try, and of it
     monkeypatch.setattr(Stolen, "share", lambda _: next(looks))
-    monkeypatch.setattr(serving, "open_loop", answered)
+    monkeypatch.setattr(serving_loads, "open_loop", answered)
     results = Results(tmp_path)
     options = serving.parse(["--rates=5", "--concurrency=,", "--talks=,", "--seconds=4", "--tries=3"])
     peer: Any = SimpleNamespace(name="baton", urls=["http://127.0.0.1:1"], model="m")
-    await serving.measure(peer, options, 0, results, 2048)
+    (load,) = serving_loads.loads(options, options.seed, 2048)
+    await serving.measure(peer, load, options, 0, results)
     row = results.summary()["mixed"]["5"]["baton"]
     assert (row["stolen_share"], row["tries"]) == kept
-    assert len(set(asked[1:])) == len(asked[1:]) == len(shares), "and no cache has the tokens of a try before"
+    assert len(set(asked)) == len(asked) == len(shares), "and no cache has the tokens of a try before"
 
 
 def test_every_peer_is_asked_the_same_in_a_round() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deployments.host.processes import descendants
+from deployments.host.processes import descendants, stat
 from deployments.host.shared_memory import SHARED_MEMORY
 from load_tests.harness.peers import commands, doubles, peers
 from load_tests.harness.peers.doubles import Double
@@ -200,3 +201,37 @@ def test_vllm_still_has_what_the_free_worker_leans_on() -> None:
     }
     assert {"req_id", "prompt_token_ids", "num_computed_tokens"} <= {f.name for f in fields(NewRequestData)}
     assert "additional_config" in {f.name for f in fields(VllmConfig)}
+
+
+def until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def states(pids: set[int]) -> set[str]:
+    """The states of those that still run: "T" is stopped."""
+    return {fields[0] for pid in pids if (fields := stat(pid))} - {"Z"}
+
+
+def test_two_peers_at_a_time_are_paused_and_ended_apart(tmp_path: Path) -> None:
+    waits = "import subprocess, sys, time; time.sleep(300)"
+    groups = []
+    for name in ("first", "second"):
+        group = Group(name, tmp_path, {})
+        group.run([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}])"])
+        until(lambda group=group: len(group.pids()) == 2)  # type: ignore[misc]  # mypy infers no default of a lambda
+        group.complete()
+        groups.append(group)
+    first, second = groups
+    left, gone = first.pids(), second.pids()
+    assert not left & gone
+    first.pause()
+    until(lambda: states(left) == {"T"})
+    assert "T" not in states(gone)
+    second.stop()
+    assert not states(gone)
+    assert first.pids() == left
+    first.stop()  # a paused process ends too
+    assert not states(left)

@@ -110,8 +110,6 @@ def _check_tiers(name: str, engine: VllmEngineConfig, channel: str) -> None:
         return
     if channel != "nixl":
         raise ValueError(f"{name}: host_kv_bytes and disk_kv need channel.kind nixl, not {channel}")
-    if engine.tensor_parallel_size > 1:
-        raise ValueError(f"{name}: host_kv_bytes and disk_kv are for engines of one worker: tensor_parallel_size 1")
     algorithm = engine.engine_args.get("prefix_caching_hash_algo", "sha256")
     if not str(algorithm).startswith("sha256"):
         raise ValueError(f"{name}: host_kv_bytes and disk_kv name blocks by sha256, not by {algorithm}")

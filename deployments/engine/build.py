@@ -9,6 +9,9 @@ from deployments.checkpoint.prepare import DEFAULT_CACHE_DIR, resolve
 from deployments.engine.protocol import Engine, Identity
 from deployments.messages import may_decode
 
+WORKER_SHUTDOWN_S = 15.0
+"""How long the workers of an engine with KV tiers get to end, where there are several of them."""
+
 
 def checkpoint(config: BatonConfig) -> str:
     """The model as something vLLM can load; a bundled one is converted on this node if it is not yet."""
@@ -86,6 +89,8 @@ def environment(config: BatonConfig, pool: str) -> dict[str, str]:
             "TOKENIZERS_PARALLELISM": "false",
             "NIXL_LOG_LEVEL": "WARN",
         }
+        if engine.host_kv_bytes or engine.disk_kv:  # several workers drain their tiers before they end
+            variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = f"{WORKER_SHUTDOWN_S:.0f}"
     if config.channel.net_devices:
         variables["UCX_NET_DEVICES"] = config.channel.net_devices
     return variables | offline(config) | config.pools[pool].env

@@ -419,6 +419,10 @@ def test_pools_of_one_application_may_be_unlike() -> None:
     compiled = environment(BatonConfig.model_validate(whole), "prefill")
     assert "TORCH_COMPILE_DISABLE" not in compiled
     assert compiled["VLLM_USE_AOT_COMPILE"] == "0", "vLLM 0.32 cannot load it on CPU"
+    assert "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" not in compiled
+    whole["prefill"]["engine"] |= {"host_kv_bytes": 1 << 30, "tensor_parallel_size": 2}
+    tiered = environment(BatonConfig.model_validate(whole), "prefill")
+    assert int(tiered["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"]) > 10, "the longest that tiers drain"
     scaling = big._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)
 

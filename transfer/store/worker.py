@@ -26,14 +26,10 @@ DRAIN_S = 10.0
 
 @dataclass(slots=True)
 class StoreResults:
-    """The jobs that have ended since the engine last asked: for each block whether it is stored, or loaded.
-
-    `changes`: which blocks have come into a tier (True) or gone (False).
-    """
+    """The jobs that have ended since the engine last asked: for each block whether it is stored, or loaded."""
 
     stored: dict[str, list[bool]] = field(default_factory=dict)
     loaded: dict[str, list[bool]] = field(default_factory=dict)
-    changes: Changes = field(default_factory=dict)
 
 
 class _Kind(Enum):
@@ -70,7 +66,7 @@ class StoreWorker:
         self._loads, self._others = deque[_Job](), deque[_Job]()
         self._gates: dict[str, Gate] = {}
         self._deletes = 0  # that wait in `others`; no load overtakes them
-        self._results, self._news = StoreResults(changes=store.take_changes()), True
+        self._results, self._changes, self._news = StoreResults(), store.take_changes(), True
         self._wake = threading.Condition()
         self._closing = self._is_busy = False
         self._error: BaseException | None = None
@@ -131,6 +127,15 @@ class StoreWorker:
             self._gates.pop(job_id, None)
         return taken
 
+    def take_changes(self) -> Changes:
+        """Which blocks have come into a tier (True) or gone (False) since the last call. Any thread may call it.
+
+        Of a thread that has died, all have gone.
+        """
+        with self._wake:
+            taken, self._changes = self._changes, {}
+        return taken
+
     @property
     def has_news(self) -> bool:
         """Whether there is something to take, or the thread has died."""
@@ -180,7 +185,9 @@ class StoreWorker:
                 self._report(job, self._do(job) if job.kind is _Kind.DELETE else [False] * len(job.blocks))
             self._store.drain(DRAIN_S)
         except BaseException as error:
-            self._error, self._news = error, True  # the engine's thread raises it from take_results
+            with self._wake:
+                self._changes |= dict.fromkeys(self._store.held(), False)
+                self._error, self._news = error, True  # the engine's thread raises it from take_results
             self._on_news()
             raise
         finally:
@@ -225,7 +232,7 @@ class StoreWorker:
     def _report(self, job: _Job, done: list[bool]) -> None:
         changes = self._store.take_changes()
         with self._wake:
-            self._results.changes.update(changes)
+            self._changes.update(changes)
             if job.kind is _Kind.STORE:
                 self._results.stored[job.job_id] = done
             elif job.kind is _Kind.LOAD:

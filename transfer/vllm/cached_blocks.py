@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -120,3 +121,12 @@ class CachedBlocks:
             return slots
 
         return allocating
+
+
+def take_ascending(pool: BlockPool) -> None:
+    """Give a request its new blocks in ascending order, so that runs of them coalesce into one descriptor.
+
+    The pool hands out blocks that were freed last to first, descending. The pool still chooses which blocks.
+    """
+    take = pool.get_new_blocks
+    pool.get_new_blocks = lambda count: sorted(take(count), key=lambda block: block.block_id)

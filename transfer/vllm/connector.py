@@ -21,6 +21,7 @@ from transfer.vllm import logs
 from transfer.vllm.faults import note_fault
 from transfer.vllm.lifeline import die_with_parent
 from transfer.vllm.scheduler_side import SchedulerSide
+from transfer.vllm.shared_tiers import SharedTiers
 from transfer.vllm.step_messages import StepMetadata, WorkerMetadata
 from transfer.vllm.worker_side import WorkerSide
 
@@ -50,7 +51,9 @@ class BatonConnector(KVConnectorBase_V1):
         extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
         if role is KVConnectorRole.SCHEDULER:
             block_size: int = vllm_config.cache_config.block_size
-            self._scheduler_side = SchedulerSide(extra["secret"], block_size, _worker_of_this_process)
+            workers = vllm_config.parallel_config.tensor_parallel_size
+            shared = SharedTiers(workers) if extra["tiers"] else None
+            self._scheduler_side = SchedulerSide(extra["secret"], block_size, _worker_of_this_process, shared)
         else:
             self._worker_side = WorkerSide(vllm_config, extra)
 
@@ -90,8 +93,8 @@ class BatonConnector(KVConnectorBase_V1):
         return list(self._scheduler_side.events())
 
     def has_pending_push_work(self) -> bool:
-        """True: vLLM makes steps also without requests, so that what has happened to blocks is heard."""
-        return self._scheduler_side.is_fencing()
+        """True: vLLM makes steps also without requests, so that what has happened to blocks is heard and told."""
+        return self._scheduler_side.needs_steps()
 
     # ---- worker side
 

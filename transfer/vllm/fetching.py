@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transfer.channel.outbox import Key
 from transfer.vllm.continued_answer import scheduler_on_the_stack
 from transfer.vllm.fenced_blocks import FencedBlocks
+from transfer.vllm.shared_tiers import SharedTiers
 from transfer.vllm.step_messages import Fetching, Loading
 from transfer.vllm.tiers import Tiers
 
@@ -49,14 +50,14 @@ class Fetches:
 
     def __init__(self, block_size: int) -> None:
         self._scheduler, self._block_size = scheduler_on_the_stack(), block_size
-        self._tiers: Tiers | None = None
+        self._tiers: Tiers | SharedTiers | None = None
         self._fenced: FencedBlocks | None = None
         self._planned: dict[str, _Plan] = {}
         self._open: dict[str, Open] = {}
         self._tried: set[str] = set()
         self._brought: dict[str, int] = {}
 
-    def bind(self, tiers: Tiers | None, fenced: FencedBlocks) -> None:
+    def bind(self, tiers: Tiers | SharedTiers | None, fenced: FencedBlocks) -> None:
         """Call it before any request. `tiers`: those of this replica, if it has any."""
         self._tiers, self._fenced = tiers, fenced
 

@@ -1,7 +1,8 @@
 """What an engine lends, for its workers where they are in other processes than its scheduler.
 
-The scheduler's process has the prefix cache, and each worker's channel asks it over a Unix socket of this machine. The
-socket has no file: its name is in Linux's abstract namespace. Both sides prove that they know the secret.
+The scheduler's process has the prefix cache, and each worker's channel and tiers ask it over a Unix socket of this
+machine. By the same socket each worker tells what its tiers have. The socket has no file: its name is in Linux's
+abstract namespace. Both sides prove that they know the secret.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Any
 
 from transfer.channel.library import Library
+from transfer.vllm.shared_tiers import SharedTiers
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -30,17 +32,21 @@ ANSWER_S, GRACE_S = 0.5, 0.5
 """After the first the scheduler's process lends nothing. A worker's channel waits for both to pass."""
 HELLO_S = 10.0
 """The longest that a worker takes to say what a new connection is for."""
-CALLS, RECALLS = "calls", "recalls"
-"""What a connection is for: the worker asks, or the worker is told to end all fetches."""
+CALLS, RECALLS, TIERS = "calls", "recalls", "tiers"
+"""What a connection is for: the worker asks; it is told to end all fetches; it tells what its tiers have."""
 
 
 class LibraryServer:
-    """In the scheduler's process. Its threads call `library`. What a dead worker has borrowed is given back."""
+    """In the scheduler's process. Its threads call `library`. What a dead worker has borrowed is given back.
 
-    def __init__(self, secret: bytes) -> None:
+    `tiers`: what the workers' tiers have, where they have any.
+    """
+
+    def __init__(self, secret: bytes, tiers: SharedTiers | None = None) -> None:
         self.address = f"\0baton-{uuid.uuid4().hex}"
         self._listener = Listener(self.address, "AF_UNIX", authkey=secret)
         self.library: Library | None = None
+        self._tiers = tiers
         self._recalls: list[Connection[Any, Any]] = []
         self._calls: list[Connection[Any, Any]] = []
         self._is_closing = False
@@ -75,14 +81,14 @@ class LibraryServer:
                 if not self._is_closing:
                     logger.warning("a connection to the prefix cache was refused: %s", repr(error))
                 continue
-            if purpose not in (CALLS, RECALLS):
-                connection.close()
-                continue
-            if purpose == RECALLS:
+            serve = {CALLS: self._serve, TIERS: self._hear}.get(purpose)
+            if serve is not None:
+                self._calls.append(connection)
+                threading.Thread(target=serve, args=(connection,), name="baton-library", daemon=True).start()
+            elif purpose == RECALLS:
                 self._recalls.append(connection)
             else:
-                self._calls.append(connection)
-                threading.Thread(target=self._serve, args=(connection,), name="baton-library", daemon=True).start()
+                connection.close()
 
     def _serve(self, connection: Connection[Any, Any]) -> None:
         assert self.library is not None
@@ -102,6 +108,20 @@ class LibraryServer:
                     connection.send(found)
         except (OSError, EOFError):  # the worker has died, or this process ends
             self.library.give_back(list(lent.elements()))
+        finally:
+            connection.close()
+
+    def _hear(self, connection: Connection[Any, Any]) -> None:
+        """A worker's tiers, until it ends: its rank, and which blocks have come and gone."""
+        assert self._tiers is not None
+        rank: int | None = None
+        try:
+            while True:
+                rank, changes = connection.recv()
+                self._tiers.changed(rank, changes)
+        except (OSError, EOFError):
+            if rank is not None:
+                self._tiers.lost(rank)
         finally:
             connection.close()
 
@@ -154,8 +174,8 @@ class RemoteLibrary:
     def _run(self, address: str, secret: bytes) -> None:
         """Connect, and heed recalls until the connection ends. A worker that cannot connect lends nothing."""
         try:
-            with _connected(address, secret, RECALLS) as recalls:
-                self._recalls, self._calls = recalls, _connected(address, secret, CALLS)
+            with connected(address, secret, RECALLS) as recalls:
+                self._recalls, self._calls = recalls, connected(address, secret, CALLS)
                 while not self._is_closed and recalls.recv():
                     self._recall()
         except AuthenticationError as error:
@@ -173,7 +193,8 @@ def _wake(connection: Connection[Any, Any]) -> None:
         known.shutdown(socket.SHUT_RDWR)
 
 
-def _connected(address: str, secret: bytes, purpose: str) -> Connection[Any, Any]:
+def connected(address: str, secret: bytes, purpose: str) -> Connection[Any, Any]:
+    """A connection to the `LibraryServer` at this address. Raises OSError, EOFError, AuthenticationError."""
     connection = Client(address, "AF_UNIX", authkey=secret)
     connection.send(purpose)
     return connection

@@ -18,27 +18,27 @@ from transfer.channel.outbox import Key
 from transfer.control.messages import FirstToken, Seal
 from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
-from transfer.vllm.cached_blocks import CachedBlocks
+from transfer.vllm.cached_blocks import CachedBlocks, take_ascending
 from transfer.vllm.continued_answer import AnsweredRequests, answered
 from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.fetching import Fetches
 from transfer.vllm.idle_sleep import IdleSleep
 from transfer.vllm.partial_blocks import PartialBlocks
 from transfer.vllm.remote_library import LibraryServer
+from transfer.vllm.shared_tiers import SharedTiers
 from transfer.vllm.step_clock import StepClock
 from transfer.vllm.step_messages import Loading, Offering, StepMetadata, WorkerMetadata
 from transfer.vllm.tier_events import tier_events
+from transfer.vllm.tiers import Tiers
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from transfer.channel.channel import Channel
-    from transfer.vllm.tiers import Tiers
     from transfer.vllm.worker_side import WorkerSide
 
 ABORTED = "the request was aborted"
@@ -69,18 +69,28 @@ def part_of(request: Request) -> Part | None:
 
 
 class SchedulerSide:
-    """Answers the scheduler's hooks. `worker`: the worker's side when worker and scheduler share a process."""
+    """Answers the scheduler's hooks. `worker`: the worker's side when worker and scheduler share a process.
 
-    def __init__(self, secret: str, block_size: int, worker: Callable[[], WorkerSide | None]) -> None:
+    `shared`: what the tiers of workers in other processes have; None where there are none.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        block_size: int,
+        worker: Callable[[], WorkerSide | None],
+        shared: SharedTiers | None = None,
+    ) -> None:
         self._block_size, self._worker, self._secret = block_size, worker, secret.encode()
         self._server: LibraryServer | None = None
+        self._shared = shared
         self._tokens = TokenSender(Seal(secret))
         self._idle_sleep = IdleSleep()
         self._clock = StepClock()
         self._answered = AnsweredRequests()
         self._fetches = Fetches(block_size)
         self._lent: CachedBlocks | None = None
-        self._tiers: Tiers | None = None
+        self._tiers: Tiers | SharedTiers | None = None
         self._over: list[list[bytes]] = []
         self._pending = StepMetadata()
         self._prefills: dict[str, Request] = {}
@@ -96,11 +106,12 @@ class SchedulerSide:
         self._partial_blocks = PartialBlocks(manager)
         self._fenced = FencedBlocks(manager.block_pool)
         if (worker := self._worker()) is not None:
-            channel, self._tiers = worker.channel, worker.tiers
+            channel, self._tiers, self._shared = worker.channel, worker.tiers, None
             self._lent = CachedBlocks(manager, lambda: channel.recall(RECALL_WAIT_S), RECALL_WAIT_S)
             channel.lend(self._lent)
         else:
-            self._server = LibraryServer(self._secret)
+            self._tiers = self._shared
+            self._server = LibraryServer(self._secret, self._shared)
             self._lent = self._server.library = CachedBlocks(manager, self._server.recall, RECALL_WAIT_S)
             self._pending.library = self._server.address, self._secret
         self._fetches.bind(self._tiers, self._fenced)
@@ -163,6 +174,8 @@ class SchedulerSide:
         if self._lent is not None:
             self._lent.begin_step()
         metadata, self._pending = self._pending, StepMetadata()
+        if self._shared is not None:
+            metadata.kept = self._shared.take_kept()
         for request_id in scheduled.preempted_req_ids or ():
             if request := self._prefills.get(request_id):
                 metadata.preempted.append(_the_part(request).key)
@@ -191,7 +204,7 @@ class SchedulerSide:
         if channel is None:
             self._idle_sleep.wait(lambda: False, IDLE_SLEEP_WITHOUT_NEWS_S)
         else:
-            tiers = self._tiers
+            tiers = self._tiers if isinstance(self._tiers, Tiers) else None
             channel.on_news(self._idle_sleep.wake)
             if tiers is not None:
                 tiers.on_news(self._idle_sleep.wake)
@@ -259,9 +272,9 @@ class SchedulerSide:
         """Which blocks have come into this replica's tiers or gone, since the last call."""
         return tier_events(self._tiers.take_changes(), self._block_size) if self._tiers is not None else []
 
-    def is_fencing(self) -> bool:
-        """Whether blocks are kept from requests until a source has stopped."""
-        return len(self._fenced) > 0
+    def needs_steps(self) -> bool:
+        """Whether blocks are kept from requests until a source has stopped, or workers must be told what to store."""
+        return len(self._fenced) > 0 or (self._shared is not None and self._shared.has_kept)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -274,15 +287,6 @@ def _the_part(request: Request) -> Part:
     part = part_of(request)
     assert part is not None
     return part
-
-
-def take_ascending(pool: BlockPool) -> None:
-    """Give a request its new blocks in ascending order, so that runs of them coalesce into one descriptor.
-
-    The pool hands out blocks that were freed last to first, descending. The pool still chooses which blocks.
-    """
-    take = pool.get_new_blocks
-    pool.get_new_blocks = lambda count: sorted(take(count), key=lambda block: block.block_id)
 
 
 def _has_sampled(request: Request) -> bool:

@@ -50,7 +50,8 @@ class StepMetadata(KVConnectorMetadata):
     `ended`: key, request id (None: vLLM does not wait for its blocks), whether the whole prompt was computed, and the
     number of decode's workers. `cancels`: key and reason, of handoffs to this replica and of its fetches. `unoffered`:
     requests that ended before their blocks were offered: key and prefill's workers. `library`: where a worker in
-    another process asks what it may lend, and the secret; in the first step alone.
+    another process asks what it may lend, and the secret; in the first step alone. `kept`: the prompts whose blocks
+    such a worker stores in its tiers, by their names.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -62,10 +63,11 @@ class StepMetadata(KVConnectorMetadata):
     fetches: list[Fetching] = field(default_factory=list)
     loads: list[Loading] = field(default_factory=list)
     library: tuple[str, bytes] | None = None
+    kept: list[list[bytes]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         handoffs = self.chunks or self.ended or self.offers or self.cancels or self.unoffered or self.preempted
-        return bool(handoffs or self.fetches or self.loads)
+        return bool(handoffs or self.fetches or self.loads or self.kept)
 
 
 @dataclass(slots=True)

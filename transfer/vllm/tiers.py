@@ -1,4 +1,4 @@
-"""The KV tiers of an engine whose scheduler and worker share a process.
+"""The KV tiers of a worker. Where the scheduler is in another process, `shared_tiers` tells it what they have.
 
 When a request is over, its blocks are stored as far as vLLM's prefix cache still has them. A request whose prompt goes
 on in a tier behind what the prefix cache has loads those blocks before it computes. Both are done on the store's
@@ -32,14 +32,12 @@ LOAD_WAIT_S = 10.0
 
 
 class Tiers:
-    """The engine's thread calls all methods. Where the store's thread has died, the engine goes on without tiers."""
+    """The engine's thread calls its methods. Where the store's thread has died, the engine goes on without tiers."""
 
     def __init__(self, store: BlockStore) -> None:
         self._wake: Callable[[], None] = lambda: None
         self._open: dict[str, float] = {}  # the loads, and when each is given up, in seconds of the monotonic clock
         self._is_alive = True
-        self._changes: Changes = {}
-        self._store = store  # it is its thread's; see `StoreWorker`
         self._worker = StoreWorker(store, lambda: self._wake())
 
     def leading(self, keys: Sequence[bytes]) -> int:
@@ -63,7 +61,6 @@ class Tiers:
             results = self._worker.take_results()
         except StoreError as error:
             return self._lost(error)
-        self._changes |= results.changes
         late = [request_id for request_id, until_s in self._open.items() if until_s <= time.monotonic()]
         loaded = {request_id: blocks for request_id, blocks in _leading_of(results).items() if request_id in self._open}
         for request_id in late:
@@ -74,9 +71,8 @@ class Tiers:
         return loaded
 
     def take_changes(self) -> Changes:
-        """Which blocks have come into a tier (True) or gone (False), up to the last `take_loaded`."""
-        taken, self._changes = self._changes, {}
-        return taken
+        """Which blocks have come into a tier (True) or gone (False) since the last call. Any thread may call it."""
+        return self._worker.take_changes()
 
     @property
     def has_news(self) -> bool:
@@ -99,7 +95,6 @@ class Tiers:
         """Nothing is loaded any more: the thread has died."""
         if self._is_alive:
             logger.error("the engine goes on without its KV tiers: %r", error.__cause__)
-            self._changes = dict.fromkeys(self._store.held(), False)
         self._is_alive = False
         lost, self._open = dict.fromkeys(self._open, 0), {}
         return lost

@@ -23,6 +23,7 @@ from transfer.vllm.continued_answer import count_answered
 from transfer.vllm.remote_library import RemoteLibrary
 from transfer.vllm.scheduler_side import ABORTED, RECALL_WAIT_S
 from transfer.vllm.step_messages import StepMetadata, WorkerMetadata
+from transfer.vllm.tier_news import TierNews
 from transfer.vllm.tiers import Tiers, open_tiers
 from transfer.vllm.weights import weights_of
 
@@ -46,7 +47,8 @@ class WorkerSide:
         self._late: set[str] = set()  # their fetches have not stopped yet
         self._came_late, self._stopped = Counter[str](), Counter[str]()
         self._decodes: tuple[str, ...] | None = None
-        self._library: RemoteLibrary | None = None
+        self._libraries: list[RemoteLibrary] = []
+        self._tier_news: TierNews | None = None
         count_answered(vllm_config)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -97,8 +99,7 @@ class WorkerSide:
         """Hand the channel what the scheduler side says."""
         channel, carries_token = self.channel, _rank() == 0
         if metadata.library is not None:
-            self._library = RemoteLibrary(*metadata.library, lambda: channel.recall(RECALL_WAIT_S))
-            channel.lend(self._library)
+            self._join(*metadata.library)
         for offer in metadata.offers:
             channel.offer(offer.key, offer.request_id, offer.peers, offer.first_block, offer.blocks, carries_token)
         for fetch in metadata.fetches:
@@ -106,6 +107,9 @@ class WorkerSide:
         for load in metadata.loads:
             assert self.tiers is not None
             self.tiers.load(load.request_id, load.hashes, load.blocks)
+        for names in metadata.kept:
+            assert self.tiers is not None
+            self.tiers.keep(names, self._libraries[-1])
         for key, reason in metadata.cancels:
             channel.cancel(key, reason)
         for key, peers in metadata.unoffered:
@@ -113,6 +117,15 @@ class WorkerSide:
         for key, request_id, ok, readers in metadata.ended:
             channel.ended(key, request_id, ok, readers)
         channel.begin_step(metadata.chunks)
+
+    def _join(self, address: str, secret: bytes) -> None:
+        """The scheduler is in another process. Its channel's thread and its tiers' thread each ask by themselves."""
+        channel = self.channel
+        self._libraries = [RemoteLibrary(address, secret, lambda: channel.recall(RECALL_WAIT_S))]
+        channel.lend(self._libraries[0])
+        if self.tiers is not None:
+            self._libraries.append(RemoteLibrary(address, secret, lambda: None))
+            self._tier_news = TierNews(address, secret, _rank(), self.tiers)
 
     def layer_saved(self, layer_name: str, kv_layer: torch.Tensor) -> None:
         """The layer's KV is computed, or on CUDA its computation is launched."""
@@ -156,12 +169,14 @@ class WorkerSide:
 
     def close(self) -> None:
         """Close channel and tiers."""
+        if self._tier_news is not None:
+            self._tier_news.close()
         if self.tiers is not None:
             self.tiers.close()
         if self._channel is not None:
             self._channel.close()
-        if self._library is not None:
-            self._library.close()
+        for library in self._libraries:
+            library.close()
 
 
 def _rank() -> int:

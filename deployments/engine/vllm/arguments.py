@@ -59,12 +59,13 @@ class EngineArguments:
         return "kv_both" if self.receives or self.tiers() else "kv_producer"
 
     def tiers(self) -> dict[str, Any] | None:
-        """What `transfer.vllm.tiers.open_tiers` makes tiers of."""
+        """What `transfer.vllm.tiers.open_tiers` makes the tiers of each worker of."""
         host, disk = self.config.host_kv_bytes, self.config.disk_kv
         if not host and disk is None:
             return None
-        place = {"disk_path": disk.path, "disk_bytes": disk.bytes} if disk else {"disk_path": None}
-        return {"host_bytes": host, **place}
+        workers = self.config.tensor_parallel_size
+        place = {"disk_path": disk.path, "disk_bytes": disk.bytes // workers} if disk else {"disk_path": None}
+        return {"host_bytes": host // workers, **place}
 
     def vllm_config(self, transfer: KVTransferConfig, worker_extension: str, events: KVEvents) -> VllmConfig:
         """vLLM's own configuration. `worker_extension`: path of a class that vLLM mixes into its workers.

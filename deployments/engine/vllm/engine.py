@@ -41,6 +41,7 @@ from deployments.policy.step_size import PROMPT_SHARE
 
 TIERS_SHUTDOWN_S = 20.0
 """How long the processes of an engine with KV tiers get to end: longer than vLLM gives them, so that tiers drain."""
+SUMMED = ("_bytes", "_jobs", "_failures", "_errors")  # of the tiers' counters: over all workers of an engine
 RPC_TIMEOUT_S = 10.0  # the longest that the engine's workers take to answer a call
 EXIT_S = 1.0  # the longest that a dead engine's process takes to end
 
@@ -181,9 +182,12 @@ class VllmEngine:
 
     async def counters(self) -> dict[str, float]:
         totals: dict[str, float] = dict(self._counts.totals)
-        for worker in await self._rpc("baton_counters"):
+        workers = await self._rpc("baton_counters")
+        for worker in workers:
             for name, value in worker.items():
-                totals[name] = totals.get(name, 0) + value
+                # The tiers of several workers load and store at the same time, each its part of every block.
+                share = len(workers) if name.startswith("tier_") and not name.endswith(SUMMED) else 1
+                totals[name] = totals.get(name, 0) + value / share
         return totals
 
     async def spans(self, session_ids: list[str]) -> list[WorkerSpans]:

@@ -60,9 +60,9 @@ from deployments.engine.vllm.engine import VllmEngine
 from deployments.engine.vllm.pull import PullEngine
 from deployments.engine.vllm.pull_connector import NixlConnector, PullWorker
 from deployments.messages import Role
+from transfer.vllm.cached_blocks import take_ascending
 from transfer.vllm.connector import BatonConnector, WorkerExtension
 from transfer.vllm.continued_answer import AnsweredRequests
-from transfer.vllm.scheduler_side import take_ascending
 
 CONNECTOR_HOOKS = {
     "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],

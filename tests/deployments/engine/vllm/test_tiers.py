@@ -26,10 +26,10 @@ BLOCK = 32
 TIER_BYTES = 64 << 20
 
 
-def tiered(tier: str, path: Path) -> PoolConfig:
+def tiered(tier: str, path: Path, workers: int = 1) -> PoolConfig:
     if tier == "host":
-        return pool(host_kv_bytes=TIER_BYTES)
-    return pool(disk_kv=DiskKVConfig(path=str(path), bytes=TIER_BYTES))
+        return pool(workers, host_kv_bytes=TIER_BYTES)
+    return pool(workers, disk_kv=DiskKVConfig(path=str(path), bytes=TIER_BYTES))
 
 
 async def forget(engines: RealEngines, replica_id: str) -> None:
@@ -93,6 +93,30 @@ async def test_prompts_that_left_prefills_memory_come_back_from_its_tiers(
             await engines.core.abort_requests_async([cancelled.request_id])
         await engines.all_is_free()
         assert (await split(engines, known)).tokens == await whole(engines, known)
+
+
+async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes back from host and disk gives the answers that computing gives, also after the engine's end."""
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
+    shape = pool(2, host_kv_bytes=TIER_BYTES, disk_kv=DiskKVConfig(path=str(tmp_path), bytes=TIER_BYTES))
+    async with cluster(model, shape, pool()) as engines:
+        for kept, again in ((512, 700), (300, 301)):
+            known = prompt(again)
+            await split(engines, known[:kept])
+            await forget(engines, PREFILL)
+            assert (await hits(engines, known)) == kept // BLOCK, "placement knows what the tiers have"
+            before = await loaded(engines, PREFILL, "host")
+            answer = await split(engines, known)
+            assert await loaded(engines, PREFILL, "host") - before == kept // BLOCK
+            assert answer.tokens == await whole(engines, known)
+        await forget(engines, PREFILL)
+    async with cluster(model, shape, pool()) as engines:
+        await split(engines, prompt(40))  # a step: the scheduler has heard of what was on the disk
+        assert (await split(engines, known)).tokens == answer.tokens
+        assert await loaded(engines, PREFILL, "disk") == 300 // BLOCK
+        await engines.all_is_free()
 
 
 async def test_the_next_turn_finds_the_answer_in_decodes_tier(model: Path, tmp_path: Path) -> None:

@@ -10,38 +10,37 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from app.access.gate import KEY, Gate, key_of, quota_of
+from app.access.gate import KEY, Gate, check_admin, key_of, quota_of
 from app.access_log import Entry
-from app.admin import check_drain, drain_of, drained
 from app.body_text import check_text
 from app.body_types import check_types
 from app.body_values import check_values
-from app.bounds import Bounds
+from app.bounds import Bounds, parts_of
 from app.error_shape import is_anthropic, shaped
 from app.errors import (
-    Answer,
+    BadExplainRequest,
+    BadPrefixRequest,
     BodyTimeout,
     BodyTooLarge,
-    MethodNotAllowed,
     RequestError,
     TooManyForClient,
     answer,
-    error_body,
-    type_of,
 )
 from app.explain import EXPLAIN, check_method, explained_scope
 from app.held_response import ASGIApp, Exchange, Message, Receive, Scope, Send, respond
 from app.large_bodies import LargeBodies
 from app.live.page import Page
+from app.own_routes import OwnRoutes
 from app.pace import Pace, PacedSend
+from app.prefixes import begin_pin, pins
 from app.request_identity import address_of, client_of, request_context
 from app.timings import TIMINGS, Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import GrammarTooLong, Overloaded, TooManyParts
-from deployments.manager.calls import Drain, Manager, Ready, Status
+from deployments.manager.calls import Manager
 
 if TYPE_CHECKING:
     from deployments.tracing.tracer import Tracer
@@ -81,14 +80,13 @@ class Gateway:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner, self._gate = inner, gate
         self._config = config
-        self._manager = manager
         self._echo = echo_request_id
         self._observe = observe
         self._timings = timings
         self._bounds, self._pace = Bounds(config, max_queued_requests), Pace(config.refusals_per_s)
         self._large = LargeBodies()
         self._page, self._tracer = page, tracer
-        self._routes = {"/health": self._health, "/ready": self._ready, "/baton/status": self._status}
+        self._own = OwnRoutes(manager, config, timings, self.counters)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,12 +110,7 @@ class Gateway:
             entry.write(shown.status_code)
             await shown(scope, receive, send)
             return
-        route, drain = self._routes.get(path), drain_of(path)
-        if route is not None:
-            own = await route() if get else answer(MethodNotAllowed(f"{scope['path']} answers GET only"))
-        elif drain is not None:
-            own = await self._drain(drain, scope)
-        else:
+        if (own := await self._own.at(path, scope)) is None:
             await self._forward(scope, receive, send, request_id, entry)
             return
         await respond(send, own)
@@ -130,38 +123,6 @@ class Gateway:
         paced = PacedSend(self._pace, address_of(scope, self._config.client_header), send)
         await respond(paced, shaped(refusal, is_anthropic(scope)))
         entry.write(refusal.status, refusal)
-
-    async def _health(self) -> Answer:
-        return Answer(200, {"status": "alive"})
-
-    async def _ready(self) -> Answer:
-        state, _ = await self._ask(Ready())
-        pools = state.get("pools") or {}
-        ready = bool(pools) and all(pool.get("ready") for pool in pools.values())
-        state = {"pools": {}, **state, "ready": ready}
-        if not ready and "error" not in state:
-            state["error"] = _unready("a pool has no ready replica", "not_ready")
-        return Answer(200 if ready else 503, state)
-
-    async def _status(self) -> Answer:
-        state, answered = await self._ask(Status())
-        return Answer(200 if answered else 503, {**state, "ingress": self.counters})
-
-    async def _drain(self, call: Drain, scope: Scope) -> Answer:
-        try:
-            check_drain(scope, self._config.admin_key)
-        except RequestError as error:
-            return answer(error)
-        found, answered = await self._ask(call)
-        return drained(found) if answered else Answer(503, found)
-
-    async def _ask(self, call: Ready | Status | Drain) -> tuple[dict[str, Any], bool]:
-        """The control plane's answer and True, or only an error and False when there is no answer in time."""
-        try:
-            return await asyncio.wait_for(self._manager.ask(call), self._timings.control_s), True
-        except Exception as error:  # noqa: BLE001 - the reason why there is no answer becomes the answer
-            logger.warning("the control plane did not answer: %r", error)
-            return {"error": _unready(f"{type(error).__name__}: {error}".rstrip(": "), "manager_away")}, False
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, request_id: str, entry: Entry) -> None:
         if self._tracer is not None:
@@ -176,18 +137,20 @@ class Gateway:
     async def _forward_paced(
         self, client: str, scope: Scope, receive: Receive, send: PacedSend, request_id: str, entry: Entry
     ) -> None:
-        explains = scope["path"].removeprefix(scope.get("root_path", "")) == EXPLAIN
+        explains, is_pinned = scope["path"].removeprefix(scope.get("root_path", "")) == EXPLAIN, pins(scope)
         try:
             if explains:
                 check_method(scope)
+            if is_pinned:
+                check_admin(scope, self._config.admin_key)
             send.turn = await self._large.take(client, scope)
             body = await _read_body(scope, receive, self._config.max_body_bytes, self._timings.body_s)
             if body is None:  # the client is gone: it left while it was sending
                 entry.write(0, left=True)
                 return
             send.body_bytes = len(body)
-            if explains:
-                scope = explained_scope(scope, body)
+            if explains or is_pinned:
+                scope = explained_scope(scope, body, BadExplainRequest if explains else BadPrefixRequest)
             check_values(scope, body, self._config.max_values, self._config.max_grammar_characters)
             if send.turn is not None:
                 await asyncio.sleep(0)  # others are served between two looks at a large body
@@ -196,8 +159,10 @@ class Gateway:
             context = request_context(request_id, scope, body, client, self._config.separate_caches)
             context.span = None if entry.span is None else entry.span.span
             context.explains, context.most_parts = explains, self._bounds.most_parts
+            if is_pinned:
+                begin_pin(context, scope, parts_of(body))
             parts = self._bounds.enter(client, body)
-            context.quota = None if explains else quota_of(key_of(scope), parts)
+            context.quota = quota_of(key_of(scope), parts) if context.is_served else None
         except (RequestError, GrammarTooLong, TooManyParts, Overloaded) as error:
             refusal, body = answer(error), b""
             if isinstance(error, TooManyForClient | Overloaded):
@@ -224,7 +189,7 @@ class Gateway:
             _count(self.counters["rules"], rule)
         if status >= 400:
             _count(self.counters["errors"], str(status))
-        if not context.explains:
+        if context.is_served:
             self._observe(context, status)
 
 
@@ -288,12 +253,6 @@ def _with_header(send: Send, name: bytes, value: bytes) -> Send:
         await send(message)
 
     return wrapped
-
-
-def _unready(message: str, code: str) -> dict[str, Any]:
-    """The error in a 503 of our own routes."""
-    error: dict[str, Any] = error_body(message, type_of(503), code)["error"]
-    return error
 
 
 def _count(counts: dict[str, int], key: str) -> None:

@@ -14,6 +14,7 @@ from deployments.errors import (
     Moved,
     NeverFits,
     Overloaded,
+    PrefixRefused,
     ReplicaCrashed,
     ReplicaGone,
     ReplicaLost,
@@ -99,6 +100,10 @@ class BadExplainRequest(RequestError):
     """What is to be explained is no request of a route that can be explained."""
 
 
+class BadPrefixRequest(RequestError):
+    """What is to be pinned is not one prompt."""
+
+
 class SessionNotFound(RequestError):
     """No ingress has a timeline of that request or session, or has it no more."""
 
@@ -134,6 +139,7 @@ TABLE: dict[type[Exception], Row] = {
     ReplicaGone: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     Moved: Row(503, "service_unavailable_error", "replica_lost", retry_after_s=1.0),
     HandoffFailed: Row(503, "service_unavailable_error", "handoff_failed", retry_after_s=1.0),
+    PrefixRefused: Row(409, "invalid_request_error", "prefix_refused"),
     SessionTimeout: Row(504, "timeout_error", "session_timeout"),
     SessionError: Row(500, "server_error", "session_failed"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
@@ -153,6 +159,7 @@ TABLE: dict[type[Exception], Row] = {
     SessionNotFound: Row(404, "not_found_error", "session_not_found"),
     BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),
     BadExplainRequest: Row(400, "invalid_request_error", "bad_explain_request"),
+    BadPrefixRequest: Row(400, "invalid_request_error", "bad_prefix_request"),
 }
 _UNKNOWN = Row(500, "server_error", "internal_error")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from app.errors import BadExplainRequest, MethodNotAllowed
+from app.errors import BadExplainRequest, MethodNotAllowed, RequestError
 from app.held_response import Scope
 
 EXPLAIN = "/baton/explain"
@@ -29,20 +29,20 @@ def check_method(scope: Scope) -> None:
         raise MethodNotAllowed(f"{EXPLAIN} answers POST only, with the body of a request")
 
 
-def explained_scope(scope: Scope, body: bytes) -> Scope:
+def explained_scope(scope: Scope, body: bytes, wrong: type[RequestError] = BadExplainRequest) -> Scope:
     """The scope of the request that is to be explained: a chat completion has `messages`, a completion `prompt`.
 
-    Raises BadExplainRequest.
+    Raises `wrong`.
     """
     try:
         asked = _BODY.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadExplainRequest(f"the body is no JSON object: {error}") from error
+        raise wrong(f"the body is no JSON object: {error}") from error
     if bytes(asked.messages):
         path = "/v1/chat/completions"
     elif bytes(asked.prompt):
         path = "/v1/completions"
     else:
-        raise BadExplainRequest("the body must be that of a chat completion, with `messages`, or of a completion")
+        raise wrong("the body must be that of a chat completion, with `messages`, or of a completion")
     path = scope.get("root_path", "") + path
     return {**scope, "path": path, "raw_path": path.encode()}

@@ -29,6 +29,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.PacingConfig: "`channel.pacing`",
     schema.PlacementConfig: "`placement`",
     schema.WeightsConfig: "`placement.weights`",
+    schema.PinsConfig: "`placement.pins`",
     schema.ClassConfig: "each entry of `placement.classes`",
     schema.IngressConfig: "`ingress`",
     schema.KeyConfig: "each entry of `keys` in the file of `ingress.keys_file`",

@@ -240,6 +240,15 @@ class WeightsConfig(Section):
     """Costs that differ by a smaller share of the least cost count as equal, too."""
 
 
+class PinsConfig(Section):
+    """Limits of the prefixes that administrators pin by `POST /baton/prefixes`."""
+
+    most: int = Field(32, ge=0)
+    """Prefixes that may be pinned at one time; 0: none."""
+    share: float = Field(0.25, gt=0, le=0.9)
+    """The share of a replica's KV blocks that they may take. The longest request always fits beside them."""
+
+
 class PlacementConfig(Section):
     """Where requests go and how long they wait. It stays one section with many fields, so YAML files stay valid."""
 
@@ -267,6 +276,8 @@ class PlacementConfig(Section):
     """A running answer moves to another replica where the rest of it costs less by enough, as `joint` weighs it."""
     fetch: bool = False
     """A replica gets the cached part of a prompt from another replica, where that is expected to beat computing it."""
+    pins: PinsConfig = PinsConfig()
+    """Pinned prefixes."""
     prompt_share: float = Field(0.9, ge=0.25, le=0.95)
     """The share of a step's time that prompts get beside running answers, where these have no `tpot_s`."""
     queue_timeout_s: float = Field(30.0, gt=0)

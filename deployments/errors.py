@@ -59,6 +59,10 @@ class StoreAway(Unavailable):
     retry_after_s = 1.0
 
 
+class PrefixRefused(SessionError):
+    """The prompt cannot be pinned beside those that are."""
+
+
 class ReplicaLost(SessionError):
     """A replica died or refused in the middle of the session."""
 

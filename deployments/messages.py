@@ -172,6 +172,49 @@ NOTHING = Reservation()
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: the model name that clients ask for, its folder, and its id (`checkpoint.adapter.adapter_id`)."""
+
+    name: str
+    path: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix whose blocks stay in the prefix caches of replicas until it is unpinned.
+
+    `blocks`: those that its tokens fill. `salt`: the cache salt that engines get, "" for none. `adapter`: its name is
+    the one that engines know.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    blocks: int
+    salt: str = ""
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinList:
+    """The prefixes that are to be pinned. `version` grows with every change; 0: there was none yet."""
+
+    version: int = 0
+    pins: tuple[Pin, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BeginPin:
+    """The prefix of its `PinList` that a replica pins now.
+
+    `source`: where it is pinned already, and may be fetched from; None: it is computed.
+    """
+
+    id: str
+    source: ReplicaInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
     """A replica's load at one moment. `version` grows by one with every snapshot of that replica.
 
@@ -184,6 +227,9 @@ class ReplicaSnapshot:
 
     With `placement.rebalance`, or `placement.overcommit` over 1: `held_tokens`: the tokens of prompt and answer so far,
     one per session, 0 before its first output. `movable`: the sessions that can go on elsewhere.
+
+    `pinned`: the blocks that stand of each pinned prefix, by its id. `pins_version`: of the `PinList` that it has.
+    `pins`: that list, where the manager has asked for all that the replica knows; None otherwise.
     """
 
     replica_id: str
@@ -209,6 +255,14 @@ class ReplicaSnapshot:
     movable: frozenset[str] = frozenset()
     is_starting: bool = False
     adapters: HeldAdapters = HeldAdapters()
+    pinned: dict[str, int] = field(default_factory=dict)
+    pins_version: int = 0
+    pins: PinList | None = None
+
+    @property
+    def pinned_blocks(self) -> int:
+        """The blocks of all prefixes that are pinned there."""
+        return sum(self.pinned.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +281,11 @@ class ReportAnswer:
     """The session manager's answer to a snapshot.
 
     `peers`: None when the replica knows them. `resync`: the manager has missed a `CacheChange`, or has had none, so the
-    next one must be whole. `hold`: a starting replica must not go on yet (`Fleet.is_out_of_step`). `move`: the sessions
-    that the replica must give up, before its KV blocks run out. `interval_s`: the least time between two reports, also
-    where the configuration allows less; urgent reports are exempt. `drain`: an operator takes the replica out of
-    service (True) or puts it back (False); None: it stays as it is.
+    next one must be whole, and the next report has the replica's `PinList`. `hold`: a starting replica must not go on
+    yet (`Fleet.is_out_of_step`). `move`: the sessions that the replica must give up, before its KV blocks run out.
+    `interval_s`: the least time between two reports, also where the configuration allows less; urgent reports are
+    exempt. `drain`: an operator takes the replica out of service (True) or puts it back (False); None: it stays as it
+    is. `pins`: None when the replica knows them. `begin_pin`: the one that it is to pin now, repeated until it stands.
     """
 
     peers: Peers | None = None
@@ -239,6 +294,8 @@ class ReportAnswer:
     move: tuple[str, ...] = ()
     interval_s: float = 0.0
     drain: bool | None = None
+    pins: PinList | None = None
+    begin_pin: BeginPin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +316,6 @@ class ManagerView:
 
     life: str
     replicas: tuple[Occupancy, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter: the model name that clients ask for, its folder, and its id (`checkpoint.adapter.adapter_id`)."""
-
-    name: str
-    path: str
-    number: int
 
 
 @dataclass(frozen=True, slots=True)

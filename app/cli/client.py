@@ -49,6 +49,23 @@ def drain(url: str, replica: str, resume: bool, transport: httpx.BaseTransport |
     return _ask(url, "POST", path, transport)
 
 
+def pin_prefix(
+    url: str, body: Mapping[str, Any], key: str = "", transport: httpx.BaseTransport | None = None
+) -> dict[str, Any]:
+    """Pin the prompt of a request with this body. `key`: the name of the API key that it is for. Raises CliError."""
+    return _ask(url, "POST", f"/baton/prefixes{f'?key={quote(key)}' if key else ''}", transport, body)
+
+
+def fetch_prefixes(url: str, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
+    """The prefixes that are pinned. Raises CliError."""
+    return _ask(url, "GET", "/baton/prefixes", transport)
+
+
+def unpin_prefix(url: str, prefix: str, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
+    """Unpin a prefix, by its id. Raises CliError."""
+    return _ask(url, "DELETE", f"/baton/prefixes/{quote(prefix, safe='')}", transport)
+
+
 def _ask(
     url: str,
     method: str,

@@ -125,6 +125,51 @@ def explain(
     typer.echo(json.dumps(found) if as_json else explained_text(found))
 
 
+prefixes = typer.Typer(help="Pin prefixes, so that they stay in the prefix caches of all replicas.")
+app.add_typer(prefixes, name="prefixes")
+
+
+@prefixes.command("add")
+def add_prefix(
+    what: Annotated[str, typer.Argument(help="a request's body as a file of JSON, - for stdin, or a prompt")],
+    model: Annotated[str | None, typer.Option(help="model or adapter; default: what the body says")] = None,
+    completion: Annotated[bool, typer.Option("--completion", help="a prompt is no chat message")] = False,
+    key: Annotated[str, typer.Option(help="with `separate_caches`: the name of the API key that it is for")] = "",
+    url: Url = HERE,
+    as_json: Json = False,
+) -> None:
+    """Pin the prompt that a request with this body has."""
+    from app.cli.client import pin_prefix
+    from app.cli.explained import body_of
+    from app.cli.tables import prefixes_text
+
+    found = _or_fail(lambda: pin_prefix(url, body_of(what, model, None, completion), key))
+    typer.echo(json.dumps(found) if as_json else prefixes_text([found]))
+
+
+@prefixes.command("list")
+def list_prefixes(url: Url = HERE, as_json: Json = False) -> None:
+    """List the pinned prefixes, and how many replicas have them."""
+    from app.cli.client import fetch_prefixes
+    from app.cli.tables import prefixes_text
+
+    found = _or_fail(lambda: fetch_prefixes(url))
+    typer.echo(json.dumps(found) if as_json else prefixes_text(found["prefixes"]))
+
+
+@prefixes.command("remove")
+def remove_prefix(
+    prefix: Annotated[str, typer.Argument(help="its id in `baton prefixes list`")],
+    url: Url = HERE,
+    as_json: Json = False,
+) -> None:
+    """Unpin a prefix. Its blocks stay cached until others need them."""
+    from app.cli.client import unpin_prefix
+
+    found = _or_fail(lambda: unpin_prefix(url, prefix))
+    typer.echo(json.dumps(found) if as_json else f"{prefix} is not pinned any more")
+
+
 @app.command()
 def doctor(
     transfer: Annotated[bool, typer.Option("--transfer", help="also move KV between two processes: a minute")] = False,

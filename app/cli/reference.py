@@ -13,7 +13,11 @@ from typer.testing import CliRunner
 from app.cli.main import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
-COMMANDS = ("serve", "status", "sessions", "drain", "explain", "doctor")
+COMMANDS = (
+    *("serve", "status", "sessions", "drain", "explain"),
+    *("prefixes add", "prefixes list", "prefixes remove"),
+    "doctor",
+)
 WIDTH = 100
 
 _HEAD = """# Console command
@@ -22,10 +26,10 @@ _HEAD = """# Console command
 fails says why in one line on stderr: its exit status is 1, and 2 for a wrong option. This page is what `--help`
 prints (`python -m app.cli.reference --write`).
 
-`status`, `sessions`, `drain` and `explain` ask a running Baton ([HTTP API](http-api.md)). `sessions REQUEST_ID` says
-[when the request did what](../guides/observe.md#one-sessions-timeline). The administrator's
+`status`, `sessions`, `drain`, `explain` and `prefixes` ask a running Baton ([HTTP API](http-api.md)).
+`sessions REQUEST_ID` says [when the request did what](../guides/observe.md#one-sessions-timeline). The administrator's
 key in the variable `BATON_ADMIN_KEY` is sent as the header `x-baton-admin-key`. No command shows the text of a prompt
-or an answer. What `explain` and `drain` print is in [Operate](../guides/operate.md).
+or an answer. What `explain`, `prefixes` and `drain` print is in [Operate](../guides/operate.md).
 """
 _TAIL = """
 `doctor` starts no engine and opens no NIXL agent: it reads what is installed and what the kernel says. With
@@ -74,7 +78,7 @@ shows how many measurements are done. With `--json` there is no bar, and stdout 
 
 def page() -> str:
     """The whole page."""
-    sections = [f"\n## baton {name}\n\n```\n{help_of(name)}```\n" for name in COMMANDS]
+    sections = [f"\n## baton {name}\n\n```\n{help_of(*name.split())}```\n" for name in COMMANDS]
     return f"{_HEAD}\n```\n{help_of()}```\n{''.join(sections)}{_TAIL}"
 
 

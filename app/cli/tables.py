@@ -105,3 +105,18 @@ def _scaling(scaling: object) -> str:
     if not isinstance(scaling, Mapping):
         return "not configured"
     return "configured; --json has the newest plan and its reasons"
+
+
+def prefixes_text(prefixes: Sequence[Mapping[str, Any]]) -> str:
+    """A table of pinned prefixes, from `/baton/prefixes`."""
+    if not prefixes:
+        return "no prefix is pinned"
+    rows = [
+        (each["id"], str(each["tokens"]), str(each["blocks"]), _places(each["replicas"], each["missing"]))
+        for each in prefixes
+    ]
+    return "\n".join(aligned([("ID", "TOKENS", "BLOCKS", "REPLICAS"), *rows]))
+
+
+def _places(there: Sequence[str], missing: Sequence[str]) -> str:
+    return f"{len(there)}" + (f", and {len(missing)} to come" if missing else "")

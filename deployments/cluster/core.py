@@ -87,7 +87,7 @@ class ClusterCore(EngineCoreClient):
         name_adapter(request)
         keep_apart(request, context)
         answer = Answer(request, context, self._batch)
-        if context is None or not context.explains:
+        if context is None or context.is_served:
             answer.meter, answer.timeline = self._session_meter(request, context), self._timeline(answer)
             answer.spans = _spans(request, context, self._means.handoff)
         recovery = Recovery(self._limits, self._timings)

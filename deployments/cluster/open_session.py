@@ -11,13 +11,14 @@ import logging
 from deployments.cluster.answer import Answer
 from deployments.cluster.attempt import Attempt, Means
 from deployments.cluster.engine_request import Remainder
+from deployments.cluster.pinning import pin_of, shown
 from deployments.cluster.recovery import Again, Fail, Recovery
 from deployments.cluster.refusal import internal
 from deployments.cluster.session import State
 from deployments.errors import RequestFault, SessionError, SessionTimeout
 from deployments.host.waits import set_within
 from deployments.logs import of_session
-from deployments.manager.calls import Explain
+from deployments.manager.calls import Explain, Prefixes
 
 logger = logging.getLogger("baton.core")
 
@@ -64,8 +65,8 @@ class OpenSession:
         attempt = self.now
         if self._refusal is not None and not attempt.over.is_set():
             raise self._refusal.with_traceback(None)  # all sessions share it
-        if self._answer.context is not None and self._answer.context.explains:
-            await self._explain(attempt)
+        if self._answer.context is not None and not self._answer.context.is_served:
+            await self._explain(attempt, self._answer.context.pins)
             return False
         await attempt.run()
         if attempt.session.state is not State.LOST:
@@ -82,13 +83,17 @@ class OpenSession:
             case Fail(error):
                 raise error
 
-    async def _explain(self, attempt: Attempt) -> None:
-        """Ask what would become of the request, and place nothing."""
+    async def _explain(self, attempt: Attempt, pins: bool) -> None:
+        """Ask what would become of the request, or have its prompt pinned, and place nothing."""
         means, answer = self._means, self._answer
-        asked = answer.asks(Remainder(1, answer.request), means.handoff, means.block_size)
-        explanation = await attempt.over.unless_set(means.manager.ask(Explain(asked)))
+        call: Explain | Prefixes
+        if pins:
+            call = Prefixes(pin_of(answer.request, means.block_size))
+        else:
+            call = Explain(answer.asks(Remainder(1, answer.request), means.handoff, means.block_size))
+        explanation = await attempt.over.unless_set(means.manager.ask(call))
         if explanation is not None:
-            answer.explained(explanation)
+            answer.explained(shown(call.pin, explanation) if isinstance(call, Prefixes) else explanation)
             attempt.cancel()
 
     def _what_follows(self, attempt: Attempt) -> Again | Fail:

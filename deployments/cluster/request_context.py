@@ -37,8 +37,8 @@ class RequestContext:
     them failed, which ends the others. `first_token_s`: when the first token came, by the monotonic clock.
     `when_begun`: what is called once, when the first session begins. `arrived_s`: when it had been read, by the
     monotonic clock. `left`: its client has gone. `namespace`: it shares cached KV only with requests of the same; None:
-    with all. `explains`: it is not served, and its first session's `explanation` is the answer. `span`: its span; None
-    where it is not traced.
+    with all. `explains`: it is not served, and its first session's `explanation` is the answer. `pins`: the same, and
+    its prompt is pinned. `span`: its span; None where it is not traced.
     """
 
     request_id: str
@@ -60,6 +60,7 @@ class RequestContext:
     arrived_s: float = field(default_factory=time.monotonic, compare=False)
     left: bool = False
     explains: bool = False
+    pins: bool = False
     explanation: dict[str, Any] | None = None
     span: Span | None = field(default=None, compare=False)
     _prompts: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -71,6 +72,11 @@ class RequestContext:
         self._answers.append(answer)
         while self.when_begun:
             self.when_begun.pop()()
+
+    @property
+    def is_served(self) -> bool:
+        """Whether engines answer it. Otherwise the session manager does."""
+        return not (self.explains or self.pins)
 
     def for_background(self) -> RequestContext:
         """The same request, for sessions that outlive its response."""

@@ -5,11 +5,11 @@ The real one is in `vllm/`, the double in `mock/`; both pass tests/deployments/e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deployments.messages import CacheChange, HeldAdapters, Role, StepSample
+from deployments.messages import CacheChange, HeldAdapters, Pin, ReplicaInfo, Role, StepSample
 
 
 class EngineError(Exception):
@@ -56,7 +56,8 @@ class EngineLoad:
     """The engine's own counters after its last step. Blocks are KV blocks; tokens count from the engine's start.
 
     `cached_blocks`: blocks in the prefix cache, in use or not. `running_tokens`: held by the sequences that decode.
-    `deferred`: those of `waiting` that wait for something else than room, such as for their KV.
+    `deferred`: those of `waiting` that wait for something else than room, such as for their KV. `pinned`: the blocks
+    that each pinned prefix holds, by its id; they are among `used_blocks`.
     """
 
     used_blocks: int = 0
@@ -66,6 +67,7 @@ class EngineLoad:
     running_tokens: int = 0
     counters: dict[str, float] = field(default_factory=dict)
     deferred: int = 0
+    pinned: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,16 @@ class Engine(Protocol):
         """How the prefix cache changed since the last call, or with `whole` all of it; None when it did not.
 
         The first change is a whole one. Each change is given once: ask for the whole when a change was lost.
+        """
+
+    async def pin(
+        self, request_id: str, keep: Collection[str], pin: Pin | None = None, source: ReplicaInfo | None = None
+    ) -> None:
+        """Unpin every prefix whose id is not in `keep`, and compute and pin `pin`.
+
+        The whole blocks of a pinned prefix stay in the prefix cache. `source`: a replica to fetch them from. A request
+        of this id does the work. By the output that finishes it, `EngineLoad.pinned` says what stands. Raises
+        EngineError when the engine is dead, and RequestRefused.
         """
 
     def adapters(self) -> HeldAdapters:

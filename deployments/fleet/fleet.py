@@ -14,7 +14,7 @@ compare replicas. An event makes new rows only for the replicas that it concerns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from deployments.fleet.columns import Columns, ReplicaView
@@ -22,7 +22,7 @@ from deployments.fleet.exchange import is_ahead_of_partners, peers_of
 from deployments.fleet.flow import Flow
 from deployments.fleet.ledger import Ledger
 from deployments.fleet.promise import Promise
-from deployments.fleet.row import Arrival, row_of
+from deployments.fleet.row import Arrival, reservable, row_of
 from deployments.fleet.view import FleetView, LiveView
 from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.step_cost import Coefficients
@@ -45,7 +45,8 @@ class Fleet:
     `pools`: the pools that the configuration names, with their roles. `stale_s`: a replica that is silent for longer
     gets no placements. `forget_s`: a replica that is silent for longer is forgotten. `overcommit`: the blocks of a
     decode replica that may be reserved, as a multiple of the blocks that it has. `slack_s`, `unconfirmed_s`: see
-    `Ledger`.
+    `Ledger`. `set_aside`: the blocks of a replica that are for pinned prefixes; after a change, call
+    `set_aside_changed`.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Fleet:
         forget_s: float = 60.0,
         overcommit: float = 1.0,
         fetches: bool = False,
+        set_aside: Callable[[ReplicaInfo], int] = lambda info: 0,
     ) -> None:
-        self._pools, self._fetches = dict(pools), fetches
+        self._pools, self._fetches, self._set_aside = dict(pools), fetches, set_aside
         self._stale_s = stale_s
         self._forget_s = forget_s
         self._overcommit = overcommit
@@ -105,6 +107,20 @@ class Fleet:
         self._stale_rows[replica_id] = None
         self._ledger.put_unpromised(replica_id, (), (), 0.0)
         self._remove_released(replica_id, 0.0)
+
+    def set_aside_changed(self) -> None:
+        """Another number of blocks is set aside on some replicas."""
+        self._stale_rows |= dict.fromkeys(self._arrivals)
+
+    def has_room_to_pin(self, snapshot: ReplicaSnapshot) -> bool:
+        """Whether what is promised on a replica leaves all that is set aside there."""
+        info = snapshot.info
+        if info is None:
+            return False
+        missing = max(0, self._set_aside(info) - snapshot.pinned_blocks)
+        reserved, most = self._ledger.share(snapshot.replica_id).blocks, reservable(info, self._overcommit)
+        is_promised = self._overcommit == 1.0 and reserved + self._set_aside(info) > most
+        return not is_promised and snapshot.used_blocks + missing <= info.total_blocks
 
     def snapshots(self) -> Mapping[str, ReplicaSnapshot]:
         """The newest snapshot of every replica, by replica id."""
@@ -229,7 +245,8 @@ class Fleet:
     def _row(self, arrival: Arrival) -> ReplicaView:
         replica_id = arrival.snapshot.replica_id
         flow = self._flows.get(replica_id) or Flow()
-        return row_of(arrival, self._ledger.share(replica_id), self._overcommit, flow)
+        set_aside = 0 if arrival.snapshot.info is None else self._set_aside(arrival.snapshot.info)
+        return row_of(arrival, self._ledger.share(replica_id), self._overcommit, flow, set_aside)
 
     def _flow(self, replica_id: str) -> Flow:
         return self._flows.setdefault(replica_id, Flow())

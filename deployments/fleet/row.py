@@ -24,8 +24,11 @@ class Arrival:
         return self.snapshot.info is not None and self.snapshot.phase is Phase.READY
 
 
-def row_of(arrival: Arrival, share: Share, overcommit: float, flow: Flow) -> ReplicaView:
-    """A replica's load: the larger of what is reserved and what it reports."""
+def row_of(arrival: Arrival, share: Share, overcommit: float, flow: Flow, set_aside: int = 0) -> ReplicaView:
+    """A replica's load: the larger of what is reserved and what it reports.
+
+    `set_aside`: blocks for prefixes that are pinned there, or are to be. They are promised to no session.
+    """
     snapshot, info = arrival.snapshot, arrival.snapshot.info
     assert info is not None, "only a replica that has reported its shape gets a row"
     reserved, sessions = share.blocks, share.sessions
@@ -33,7 +36,8 @@ def row_of(arrival: Arrival, share: Share, overcommit: float, flow: Flow) -> Rep
         if not promise.finished and promise.placement.session_id in arrival.listed:
             reserved += promise.reservation(info.replica_id).blocks
             sessions += 1
-    taken = max(reserved, snapshot.used_blocks)
+    pinned = max(set_aside, snapshot.pinned_blocks)
+    taken = max(reserved + pinned, snapshot.used_blocks)
     head_s = next(iter(share.prompts.values()), None)
     return ReplicaView(
         info=info,
@@ -42,7 +46,7 @@ def row_of(arrival: Arrival, share: Share, overcommit: float, flow: Flow) -> Rep
         backlog_tokens=share.backlog_tokens,
         busy_until_s=0.0 if head_s is None else share.begun_s + share.work_s,
         behind_s=0.0 if head_s is None else max(0.0, share.work_s - head_s),
-        expected_blocks=max(share.expected_blocks, snapshot.used_blocks),
+        expected_blocks=max(share.expected_blocks + pinned, snapshot.used_blocks),
         held_tokens=float(max(share.held_tokens, snapshot.running_tokens)),
         pending=share.pending,
         prompts=len(share.prompts),

@@ -15,6 +15,7 @@ from deployments.messages import (
     AdapterList,
     Admit,
     ManagerView,
+    Pin,
     Placement,
     Reject,
     ReplicaSnapshot,
@@ -159,6 +160,18 @@ class Drain(Call[dict[str, Any]], frozen=True, tag=True):
     resume: bool = False
 
 
+class Prefixes(Call[dict[str, Any]], frozen=True, tag=True):
+    """Pin a prefix, or unpin the one of this id, or neither; both are idempotent.
+
+    A change is answered once a replica has heard of it, or after `prefixes.HEARD_S`. `{"prefixes": [{"id", "tokens",
+    "blocks", "replicas", "missing"}]}`: all that are pinned then, where they stand, and where they are to stand yet.
+    `{"refused"}`, with the reason, where nothing changes.
+    """
+
+    pin: Pin | None = None
+    unpin: str = ""
+
+
 class Adopt(Call[None], frozen=True, tag=True):
     """Count a session that another manager has placed. It must be closed like all others.
 
@@ -185,7 +198,9 @@ class ShareAdapters(Call[AdapterList], frozen=True, tag=True):
 
 Notice = PrefillDone | Close | Withdraw | Lost
 """Calls that tell the manager something and need no answer."""
-AnyCall = Open | Notice | Silent | View | Report | Ready | Status | Overview | Explain | Drain | Adopt | ShareAdapters
+Shown = Ready | Status | Overview | Explain | Drain | Prefixes
+"""Calls that are answered with what an administrator or a probe reads."""
+AnyCall = Open | Notice | Silent | View | Report | Shown | Adopt | ShareAdapters
 Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | AdapterList | dict[str, Any] | None
 
 

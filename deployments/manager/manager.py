@@ -31,6 +31,7 @@ from deployments.manager.calls import (
     Open,
     Overview,
     PrefillDone,
+    Prefixes,
     Ready,
     Report,
     ShareAdapters,
@@ -42,6 +43,8 @@ from deployments.manager.calls import (
 from deployments.manager.draining import drain
 from deployments.manager.meter import ManagerMeter
 from deployments.manager.own_sessions import occupancy
+from deployments.manager.prefixes import PinnedPrefixes
+from deployments.manager.report_pace import interval_s
 from deployments.manager.scaling import Scaling, Size
 from deployments.manager.traffic import Traffic
 from deployments.messages import (
@@ -61,11 +64,6 @@ from deployments.policy.explain import explain
 _LATE_S = 0.01
 """A timer may fire a little early, so it is set this much later than the deadline that it watches."""
 ASK_AGAIN = Reject("the session manager is being replaced", 0.2, unavailable=True, code=MANAGER_RETIRES)
-
-MOST_REPORTS_PER_S, LONGEST_INTERVAL_S = 500, 1.0
-"""A report costs the manager a third to half a millisecond. So the replicas of a large fleet report less often than the
-configuration allows. The manager knows what is promised on a replica without reports. But a replica whose blocks are
-promised more than once reports what its sessions hold, and the manager needs that as early as possible."""
 
 LISTEN_S = 1.5
 """Seconds in which a restarted manager only listens. A replica reports every second. What it could not report while
@@ -101,6 +99,7 @@ class SessionManager:
         self.scaling = Scaling(config, config.scaling, self._allocator, clock) if config.scaling else None
         self._traffic = Traffic() if traffic is None else traffic
         self._adapters, self._quotas = LoadedAdapters(), Quotas()
+        self._prefixes = PinnedPrefixes(self._allocator)
 
     async def ask(self, call: Call[A]) -> A:
         """The answer to a call. Raises ValueError for a call that must not be made."""
@@ -142,6 +141,9 @@ class SessionManager:
             case Explain(request):
                 await self._listened()
                 return explain(self._allocator, request, self._clock())
+            case Prefixes():
+                await self._listened()
+                return await self._prefixes.ask(call)
             case Drain():
                 return drain(self._allocator, call, now_s)
             case Adopt(placement, prompt_tokens, prefilling):
@@ -211,7 +213,7 @@ class SessionManager:
         A manager that still only listens does not know all replicas, so it names no peers. Otherwise the replica would
         forget the peers that are left out.
         """
-        missed = self._allocator.report(snapshot, now_s)
+        missed = self._allocator.report(snapshot, now_s) | self._prefixes.took(snapshot)
         for part in snapshot.finished:
             if part.orphaned:
                 is_closed = self._allocator.close(part.session_id, part.epoch, "orphaned", now_s)
@@ -225,20 +227,14 @@ class SessionManager:
             self._quotas.closed(placement.session_id, placement.epoch, "expired", None, now_s)
         self._traffic.sweep(now_s)
         self._tell()
-        interval_s = self._interval_s()
+        pause_s = interval_s(len(self._allocator.fleet), self._overcommit)
         if snapshot.info is None or self._listens_s() > 0:
-            return ReportAnswer(resync=missed, hold=snapshot.is_starting, interval_s=interval_s)
+            return ReportAnswer(resync=missed, hold=snapshot.is_starting, interval_s=pause_s)
         peers = self._allocator.fleet.peers(snapshot.info)
         news = peers if peers.version != snapshot.peers_version else None
         hold = snapshot.is_starting and self._allocator.fleet.is_out_of_step(snapshot.info, snapshot.phase, now_s)
-        moves = self._allocator.sessions_to_move(snapshot, now_s)
-        return ReportAnswer(news, missed, hold, moves, interval_s, self._allocator.cordon.told(snapshot))
-
-    def _interval_s(self) -> float:
-        """The shortest time between two reports of one replica."""
-        if self._overcommit > 1:
-            return 0.0
-        return min(len(self._allocator.fleet) / MOST_REPORTS_PER_S, LONGEST_INTERVAL_S)
+        moves, drains = self._allocator.sessions_to_move(snapshot, now_s), self._allocator.cordon.told(snapshot)
+        return ReportAnswer(news, missed, hold, moves, pause_s, drains, *self._prefixes.told(snapshot, now_s))
 
     async def _view(self, after_s: float) -> ManagerView:
         await asyncio.sleep(after_s)

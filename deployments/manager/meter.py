@@ -13,7 +13,7 @@ from deployments.metrics.registry import Registry
 from deployments.policy.allocator import Allocator
 
 COVERAGE = {"0.5": "coverage_p50", "0.9": "coverage_p90"}
-NOW = (names.PROMISED, names.USED, names.TOTAL, names.READY)
+NOW = (names.PROMISED, names.USED, names.PINNED, names.TOTAL, names.READY)
 
 
 class ManagerMeter:
@@ -61,14 +61,16 @@ class ManagerMeter:
         promised = Counter[str]()
         for promise in fleet.promises():
             promised[promise.placement.owner.pool] += promise.placement.reserved_blocks
-        used, total = Counter[str](), Counter[str]()
+        used, pinned, total = Counter[str](), Counter[str](), Counter[str]()
         for snapshot in fleet.snapshots().values():
             if snapshot.info is not None:
                 used[snapshot.info.pool] += snapshot.used_blocks
+                pinned[snapshot.info.pool] += snapshot.pinned_blocks
                 total[snapshot.info.pool] += snapshot.info.total_blocks
         for pool, replicas in phases.items():
             ready = sum(each.fresh and each.phase is Phase.READY for each in replicas.values())
-            for metric, number in zip(NOW, (promised[pool], used[pool], total[pool], ready), strict=True):
+            numbers = promised[pool], used[pool], pinned[pool], total[pool], ready
+            for metric, number in zip(NOW, numbers, strict=True):
                 self._registry.value(metric, pool=pool).set(number)
 
     def _plan(self, scaling: Scaling) -> None:

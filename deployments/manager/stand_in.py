@@ -37,6 +37,7 @@ from deployments.manager.calls import (
     Open,
     Overview,
     PrefillDone,
+    Prefixes,
     Ready,
     Report,
     ShareAdapters,
@@ -111,7 +112,7 @@ class StandIn:
                 return () if self._is_away else await self._control.ask(call)
             case Ready():
                 return await self._ready(call)
-            case Status() | Overview() | Explain() | Drain() | ShareAdapters():
+            case Status() | Overview() | Explain() | Drain() | Prefixes() | ShareAdapters():
                 return await self._control.ask(call)
             case View() | Report() | Adopt():
                 raise ValueError(f"an ingress does not ask for {type(call).__name__}")

@@ -151,6 +151,7 @@ def _numbers(snapshot: ReplicaSnapshot) -> dict[str, Any]:
         "version": snapshot.version,
         "total_blocks": info.total_blocks if info else 0,
         "used_blocks": snapshot.used_blocks,
+        "pinned_blocks": snapshot.pinned_blocks,
         "running": snapshot.running,
         "waiting": snapshot.waiting,
         "backlog_tokens": snapshot.backlog_tokens,

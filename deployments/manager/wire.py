@@ -103,6 +103,7 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
     calls.Overview: _SHOWN,
     calls.Explain: _SHOWN,
     calls.Drain: _SHOWN,
+    calls.Prefixes: _SHOWN,
     calls.Adopt: _TOLD,
     calls.ShareAdapters: msgspec.msgpack.Decoder(AdapterList),
 }

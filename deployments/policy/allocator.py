@@ -21,6 +21,7 @@ from deployments.policy.admission.waiting_room import WaitingRoom
 from deployments.policy.chance import Chance
 from deployments.policy.decider import Decider, OpenSession, Tried
 from deployments.policy.moves import Moves
+from deployments.policy.pins import pins_of
 from deployments.policy.predictors import Predictors
 
 CLOSED = "the session was closed before it could be opened"
@@ -40,24 +41,24 @@ class Allocator:
     def __init__(self, config: BatonConfig, rng: Chance) -> None:
         placement = config.placement
         self._queue_timeout_s = placement.queue_timeout_s
-        self.decider = Decider(config, rng)
-        pools = {name: Role(role_of(name)) for name in config.pools}
+        self.decider, self.pins = Decider(config, rng), pins_of(config)
         self.fleet = Fleet(
-            pools, stale_s=placement.snapshot_stale_s, overcommit=placement.overcommit, fetches=placement.fetch
+            {name: Role(role_of(name)) for name in config.pools},
+            stale_s=placement.snapshot_stale_s,
+            overcommit=placement.overcommit,
+            fetches=placement.fetch,
+            set_aside=self.pins.set_aside,
         )
         self.room = WaitingRoom(
             placement.max_queued_requests, placement.queue_timeout_s, placement.queue_timeout_s, self.decider.classes
         )
         self.predictors = Predictors(config.channel.link_bytes_per_s)
-        self.breakers = Breakers()
-        self.cordon = Cordon()
-        self._poison = Poison()
+        self.breakers, self.cordon = Breakers(), Cordon()
+        self._poison, self._retries = Poison(), RetryBudget()
         self._moves = Moves(self.decider, self.fleet, self.breakers, placement.snapshot_interval_s)
-        self._retries = RetryBudget()
         self._sessions: dict[str, OpenSession] = {}
         self._answers: dict[str, Admit | Reject] = {}
-        self._withdrawn: dict[str, float] = {}
-        self._swept_s = 0.0
+        self._withdrawn, self._swept_s = dict[str, float](), 0.0
 
     # ---- sessions
 

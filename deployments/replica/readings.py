@@ -34,12 +34,13 @@ class Readings:
     def idle_load(self) -> EngineLoad:
         """The load of an engine without sessions.
 
-        Nothing is in use. Its last step may say otherwise, because some engines report before they free blocks. Until
-        its KV transfers are over, the load of its last step counts.
+        Nothing is in use but what is pinned. Its last step may say otherwise, because some engines report before they
+        free blocks. Until its KV transfers are over, the load of its last step counts.
         """
         if not self._is_settled:
             return self.load
-        return replace(self.load, used_blocks=0, running=0, waiting=0, running_tokens=0, deferred=0)
+        pinned = sum(self.load.pinned.values())
+        return replace(self.load, used_blocks=pinned, running=0, waiting=0, running_tokens=0, deferred=0)
 
     def take(self, step: Step) -> None:
         """Take in a step that the engine has made."""

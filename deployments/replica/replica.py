@@ -28,6 +28,7 @@ from deployments.messages import Phase, ReplicaInfo, SessionTask
 from deployments.replica.lifecycle import Lifecycle, failure
 from deployments.replica.parts import Part, Parts
 from deployments.replica.peers import Introductions
+from deployments.replica.pins import Pins
 from deployments.replica.readings import Readings
 from deployments.replica.reporter import Reporter
 from deployments.replica.timings import TIMINGS, Timings
@@ -50,9 +51,19 @@ class Replica:
         self._identity, self._engine, self._timings = identity, engine, timings
         self._parts, self._life, self._readings = Parts(), Lifecycle(), Readings(engine)
         self._peers = Introductions(engine, timings)
+        self._pins = Pins(identity.replica_id, engine, self._readings, timings)
         self._watch = Watch(engine, self._parts, config, timings)
         self._reporter = Reporter(
-            identity, engine, manager, config, timings, self._parts, self._life, self._readings, self._peers
+            identity,
+            engine,
+            manager,
+            config,
+            timings,
+            self._parts,
+            self._life,
+            self._readings,
+            self._peers,
+            self._pins,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -62,6 +73,7 @@ class Replica:
         self._reporter.info = _info(self._identity, await self._engine.start())
         self._own(self._pump(), "pump")
         self._own(self._peers.meet_loop(), "meet")
+        self._own(self._pins.pin_loop(), "pins")
         self._own(self._watch.hang_loop(), "watch")
         self._reporter.tell()
         await self._life.while_held(self._timings.turn_timeout_s)
@@ -139,7 +151,9 @@ class Replica:
         by_ingress: dict[Ingress, list[tuple[Part, Output]]] = {}
         for output in step.outputs:
             part = self._parts.open.get(output.request_id)
-            if part is not None and not part.done.done():  # a part that is over sends nothing more
+            if part is None:
+                self._pins.over(output.request_id)
+            elif not part.done.done():  # a part that is over sends nothing more
                 by_ingress.setdefault(part.ingress, []).append((part, output))
         for ingress, pairs in by_ingress.items():
             finished = [part.number for part, output in pairs if output.finished]

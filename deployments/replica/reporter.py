@@ -15,6 +15,7 @@ from deployments.messages import ReplicaInfo, ReplicaSnapshot, ReportAnswer
 from deployments.replica.lifecycle import Lifecycle
 from deployments.replica.parts import Parts
 from deployments.replica.peers import Introductions
+from deployments.replica.pins import Pins
 from deployments.replica.readings import Readings
 from deployments.replica.timings import Timings
 
@@ -38,11 +39,12 @@ class Reporter:
         life: Lifecycle,
         readings: Readings,
         peers: Introductions,
+        pins: Pins,
     ) -> None:
         self.info: ReplicaInfo | None = None
         self._identity, self._engine, self._manager = identity, engine, manager
         self._config, self._timings = config, timings
-        self._parts, self._life, self._readings, self._peers = parts, life, readings, peers
+        self._parts, self._life, self._readings, self._peers, self._pins = parts, life, readings, peers, pins
         self._version = time.time_ns()  # so that versions grow over restarts too
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
         self._interval_s = config.snapshot_interval_s
@@ -85,6 +87,9 @@ class Reporter:
             self.tell(urgently=True)
         if answer.peers is not None:
             self._peers.learn(answer.peers)
+        self._pins.learn(answer)
+        if answer.pins is not None:
+            self.tell(urgently=True)
         if answer.move:
             self._parts.move_out(answer.move)
         if answer.drain is not None and self._life.park(answer.drain):
@@ -129,4 +134,7 @@ class Reporter:
             movable=frozenset(part.task.session_id for part in parts if may_move and part.task.movable),
             is_starting=self._life.is_starting,
             adapters=self._engine.adapters(),
+            pinned=load.pinned,
+            pins_version=self._pins.list.version,
+            pins=self._pins.list if self._resync else None,
         )

@@ -53,20 +53,31 @@ class CachedBlocks:
     def borrow(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
         """See `Library`. `hashes`: vLLM's block hashes, which are equal in all engines of equal fingerprint."""
         with self._lock:
+            found = self.hold(() if self._recalling else hashes)
+            self._borrowed += len(found)
+        return found
+
+    def hold(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """As `borrow`, for ever: no request that finds too few blocks gets them. Until `release`."""
+        with self._lock:
             found: list[KVCacheBlock] = []
-            for name in () if self._recalling else hashes:
+            for name in hashes:
                 blocks = self._pool.get_cached_block(name, [0])
                 if not blocks or self._is_open(blocks[0].block_id):
                     break
                 found.append(blocks[0])
             self._pool.touch(found)
-            self._borrowed += len(found)
         return tuple(block.block_id for block in found)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """These blocks are held no more. They stay cached until others need them; the end of a prefix goes first."""
+        with self._lock:
+            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """See `Library`. The end of a prefix is evicted first, as vLLM does it."""
         with self._lock:
-            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+            self.release(blocks)
             self._borrowed -= len(blocks)
             if not self._borrowed:
                 self._recalled = False

@@ -24,6 +24,7 @@ from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.fetching import Fetches
 from transfer.vllm.idle_sleep import IdleSleep
 from transfer.vllm.partial_blocks import PartialBlocks
+from transfer.vllm.pins import Pins
 from transfer.vllm.remote_library import LibraryServer
 from transfer.vllm.shared_tiers import SharedTiers
 from transfer.vllm.step_clock import StepClock
@@ -85,10 +86,9 @@ class SchedulerSide:
         self._server: LibraryServer | None = None
         self._shared = shared
         self._tokens = TokenSender(Seal(secret))
-        self._idle_sleep = IdleSleep()
-        self._clock = StepClock()
+        self._idle_sleep, self._clock = IdleSleep(), StepClock()
         self._answered = AnsweredRequests()
-        self._fetches = Fetches(block_size)
+        self._fetches, self._pins = Fetches(block_size), Pins(block_size)
         self._lent: CachedBlocks | None = None
         self._tiers: Tiers | SharedTiers | None = None
         self._over: list[list[bytes]] = []
@@ -123,6 +123,8 @@ class SchedulerSide:
     def begin(self, request: Request) -> None:
         """A request has come to the engine."""
         self._answered.begin(request)
+        if self._lent is not None:
+            self._pins.begin(request, self._lent)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens' KV comes from outside, and whether it comes later; None: ask again in the next step."""
@@ -214,16 +216,19 @@ class SchedulerSide:
         """What the step that just ended was."""
         if self._lent is not None:
             self._lent.end_step()
+            self._pins.end_step(self._lent)
         if self._tiers is not None and self._lent is not None:
             for names in self._over:  # their blocks may be lent now that the step is over
                 self._tiers.keep(names, self._lent)
             self._over.clear()
-        return self._clock.end(time.monotonic())
+        report = self._clock.end(time.monotonic())
+        return None if report is None else report.with_pins(self._pins.news())
 
     def finished(self, request: Request) -> bool:
         """A request is over. True when its blocks must stay until the workers report them sent."""
         if request.status is RequestStatus.FINISHED_ABORTED and _has_sampled(request):
             self._partial_blocks.keep(request)  # a session that moves comes back here, to be handed over
+        self._pins.finished(request)
         part = part_of(request)
         if (arriving := self._fetches.end(request)) is not None and arriving.key is not None:
             self._pending.cancels.append((arriving.key, ABORTED))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 
@@ -26,13 +26,21 @@ class Scheduled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step: seconds, prompt tokens, the tokens before each of them, sequences decoding, the tokens these hold."""
+    """One step: seconds, prompt tokens, the tokens before each of them, sequences decoding, the tokens these hold.
+
+    `pins`: how many blocks each pinned prefix holds; None: no news.
+    """
 
     seconds: float
     prefill_tokens: int
     prefill_context: int
     decode_sequences: int
     decode_context: int
+    pins: dict[str, int] | None = None
+
+    def with_pins(self, pins: dict[str, int] | None) -> StepReport:
+        """The same, with this news of pins."""
+        return self if pins is None else replace(self, pins=pins)
 
     def is_empty(self) -> bool:
         """Never: there is no report of a step with nothing in it."""
@@ -41,7 +49,8 @@ class StepReport:
     def to_dict(self) -> dict[str, Any]:
         """As it travels in vLLM's statistics."""
         fields = self.prefill_tokens, self.prefill_context, self.decode_sequences, self.decode_context
-        return {"step": (self.seconds, *fields)}
+        step = {"step": (self.seconds, *fields)}
+        return step if self.pins is None else {**step, "pins": self.pins}
 
 
 @dataclass(frozen=True, slots=True)

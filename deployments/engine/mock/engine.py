@@ -10,20 +10,18 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections import deque
-from collections.abc import Sequence as Many
+from collections import abc, deque
 from dataclasses import replace
 from typing import Any
-
-import msgspec
 
 from configs.schema import MockEngineConfig
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.mock.connections import Connections
 from deployments.engine.mock.memory import KV_BYTES, MockMemory
+from deployments.engine.mock.pinned import pin_request
 from deployments.engine.mock.scheduler import MockScheduler, Plan, steps_of
 from deployments.engine.mock.sequence import Sequence, layers_of
-from deployments.engine.mock.wire import FinishReason, decode_request, encode_outputs
+from deployments.engine.mock.wire import FinishReason, encode_outputs
 from deployments.engine.protocol import (
     EngineCrashed,
     EngineError,
@@ -34,7 +32,7 @@ from deployments.engine.protocol import (
     Step,
     WorkerSpans,
 )
-from deployments.messages import CacheChange, HeldAdapters, StepSample
+from deployments.messages import CacheChange, HeldAdapters, Pin, ReplicaInfo, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.control.messages import FirstToken
 from transfer.memory.blocks import blocks_for
@@ -111,11 +109,15 @@ class MockEngine:
         Raises EngineError when the engine is dead, RequestRefused when it cannot serve the request.
         """
         self._check_alive()
-        try:
-            request = decode_request(frames)
-        except msgspec.DecodeError as error:
-            raise RequestRefused(f"not a request of token ids: {error}") from error
-        sequence = Sequence.of(request)
+        self._begin(Sequence.decoded(frames))
+
+    async def pin(
+        self, request_id: str, keep: abc.Collection[str], pin: Pin | None = None, source: ReplicaInfo | None = None
+    ) -> None:
+        self._check_alive()
+        self._begin(Sequence.of(pin_request(request_id, keep, pin)))
+
+    def _begin(self, sequence: Sequence) -> None:
         if not 0 < sequence.prompt_tokens < self._max_model_len:
             raise RequestRefused(f"a prompt of {sequence.prompt_tokens} tokens, of {self._max_model_len}")
         self._inbox.append(sequence)
@@ -136,7 +138,7 @@ class MockEngine:
     def encode(self, payloads: list[Any]) -> list[bytes]:
         return encode_outputs(payloads)
 
-    async def meet(self, peers: Many[tuple[str, ...]]) -> None:
+    async def meet(self, peers: abc.Sequence[tuple[str, ...]]) -> None:
         self._connections.meet(peers)
 
     def cache_change(self, whole: bool) -> CacheChange | None:
@@ -284,15 +286,14 @@ class MockEngine:
 
     async def _publish(self, outputs: list[Output], steps: tuple[StepSample, ...]) -> None:
         scheduler = self._scheduler
-        waiting = len(scheduler.waiting) + len(scheduler.loading)
         load = EngineLoad(
             scheduler.used_blocks,
             len(scheduler.running),
-            waiting,
+            len(scheduler.waiting) + len(scheduler.loading),
             running_tokens=sum(step.decode_context for step in steps),
             counters=await self.counters(),
+            pinned=scheduler.pinned.blocks(),
         )
         last, self._last_load = self._last_load, load
-        before = (last.used_blocks, last.running, last.waiting)
-        if steps or outputs or before != (load.used_blocks, load.running, load.waiting):
+        if steps or outputs or replace(last, counters=load.counters, running_tokens=load.running_tokens) != load:
             self._steps.put_nowait(Step(tuple(outputs), load, steps))

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from configs.schema import MockEngineConfig
+from deployments.engine.mock.pinned import PinnedBlocks
 from deployments.engine.mock.sequence import Sequence
 from deployments.messages import StepSample
 from deployments.policy.step_size import prompt_budget, share_of_one
@@ -64,6 +65,7 @@ class MockScheduler:
         self.loading: dict[str, Sequence] = {}
         self.sending: dict[str, Sequence] = {}
         self.preemptions = 0
+        self.pinned = PinnedBlocks(config.block_size)
 
     @property
     def used_blocks(self) -> int:
@@ -77,6 +79,7 @@ class MockScheduler:
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.request_id] = sequence
         self.waiting.append(sequence)
+        self._free.extend(self.pinned.begin(sequence))
 
     def abort(self, request_id: str) -> Sequence | None:
         """Remove a request. None when it is not here.
@@ -101,6 +104,7 @@ class MockScheduler:
         if sequence.sends:
             self.sending[sequence.request_id] = sequence
         else:
+            self._free.extend(self.pinned.finished(sequence))
             self._give_back(sequence)
 
     def loaded(self, request_id: str) -> Sequence:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Frames
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from deployments.engine.mock.memory import MockMemory
-from deployments.engine.mock.wire import FinishReason, OutputStruct, Request, logprobs
-from deployments.engine.protocol import Output
+from deployments.engine.mock.wire import FinishReason, OutputStruct, Request, decode_request, logprobs
+from deployments.engine.protocol import Output, RequestRefused
 from transfer.channel.layers import Chunk
 
 
@@ -33,6 +35,14 @@ class Sequence:
     def of(cls, request: Request) -> Sequence:
         """The sequence of a new request."""
         return cls(request, [*request.prompt_token_ids, *request.answered], generated=len(request.answered))
+
+    @classmethod
+    def decoded(cls, frames: Frames[bytes]) -> Sequence:
+        """The sequence of an encoded request. Raises RequestRefused."""
+        try:
+            return cls.of(decode_request(frames))
+        except msgspec.DecodeError as error:
+            raise RequestRefused(f"not a request of token ids: {error}") from error
 
     @property
     def request_id(self) -> str:

@@ -44,8 +44,16 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     baton: Handoff | None = None
 
 
+class Pinning(msgspec.Struct, frozen=True):
+    """What a request pins: the `extra_args["baton_pin"]` that `transfer/vllm/pins.py` reads."""
+
+    id: str
+    keep: list[str]
+
+
 class ExtraArgs(msgspec.Struct, frozen=True):
     kv_transfer_params: KVTransferParams | None = None
+    baton_pin: Pinning | None = None
     baton_answered: list[int] = []
     baton_tpot_s: float = 0.0
 
@@ -81,6 +89,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         """The answer's tokens that another engine sampled, as `transfer/vllm/continued_answer.py` reads them."""
         extra = self.sampling_params.extra_args
         return extra.baton_answered if extra else []
+
+    @property
+    def pinning(self) -> Pinning | None:
+        """What it pins and unpins; None: nothing."""
+        extra = self.sampling_params.extra_args
+        return extra.baton_pin if extra else None
 
     @property
     def tpot_s(self) -> float:

@@ -49,6 +49,7 @@ class Counts:
             deferred=stats.num_skipped_waiting_reqs,
             running_tokens=sum(step.decode_context for step in steps),
             counters=dict(self.totals),
+            pinned=(stats.kv_connector_stats or {}).get("pins", self.load.pinned),
         )
         return steps
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -36,7 +36,8 @@ from deployments.engine.vllm.arguments import EngineArguments
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
 from deployments.engine.vllm.outputs import OutputsDecoder, Seen, Unread, passed_on, seen
-from deployments.messages import CacheChange, HeldAdapters, Role, StepSample
+from deployments.engine.vllm.pinning import pin_request
+from deployments.messages import CacheChange, HeldAdapters, Pin, ReplicaInfo, Role, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 
 TIERS_SHUTDOWN_S = 20.0
@@ -125,11 +126,19 @@ class VllmEngine:
             request = self._decoder.decode(list(frames))
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise RequestRefused(f"the request cannot be read: {error}") from error
+        await self._add(request)
+
+    async def _add(self, request: EngineCoreRequest) -> None:
         try:
             await self._adapters.load(self._engine, request)
             await self._engine.add_request_async(request)
         except EngineDeadError as error:
             raise EngineError("the engine is dead") from error
+
+    async def pin(
+        self, request_id: str, keep: Collection[str], pin: Pin | None = None, source: ReplicaInfo | None = None
+    ) -> None:
+        await self._add(pin_request(request_id, keep, pin, source))
 
     async def abort(self, request_ids: list[str]) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -13,10 +13,10 @@ from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.engine.protocol import EngineError, Output, WorkerSpans
+from deployments.engine.protocol import EngineError, Output, RequestRefused, WorkerSpans
 from deployments.engine.vllm.engine import RPC_TIMEOUT_S, VllmEngine
 from deployments.engine.vllm.outputs import Seen, Unread
-from deployments.messages import Role
+from deployments.messages import Pin, ReplicaInfo, Role
 
 logger = logging.getLogger("baton.engine")
 
@@ -55,6 +55,11 @@ class PullEngine(VllmEngine):
         taken = super()._output(output, payload)
         held = (output.kv_transfer_params or {}).get("do_remote_prefill", False)
         return replace(taken, finished=taken.finished and not held)
+
+    async def pin(
+        self, request_id: str, keep: Collection[str], pin: Pin | None = None, source: ReplicaInfo | None = None
+    ) -> None:
+        raise RequestRefused("vLLM's own connector pins no prefix")
 
     async def abort(self, request_ids: list[str]) -> None:
         await super().abort(request_ids)

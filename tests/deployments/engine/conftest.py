@@ -31,7 +31,7 @@ from configs.schema import (
 )
 from deployments.engine.mock.engine import MockEngine
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Step
-from deployments.messages import Role
+from deployments.messages import Pin, ReplicaInfo, Role
 
 WAIT_S = 120.0
 Encode = Callable[[str, Sequence[int], dict[str, Any]], tuple[bytes, ...]]
@@ -101,6 +101,15 @@ class Running:
         answer = await self.send(request_id, prompt, **sampling)
         await asyncio.wait_for(answer.done.wait(), WAIT_S)
         return answer
+
+    async def pin(
+        self, request_id: str, keep: Sequence[str], pin: Pin | None = None, source: ReplicaInfo | None = None
+    ) -> EngineLoad:
+        """Pin and unpin prefixes. The load once that is done."""
+        answer = self.answers[request_id] = Answer()
+        await self.engine.pin(request_id, keep, pin, source)
+        await asyncio.wait_for(answer.done.wait(), WAIT_S)
+        return self.load
 
     def logprobs(self, request_id: str) -> list[float]:
         """Of each token that this engine gave for a request, where that asked for them."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.engine.protocol import Step
-from deployments.messages import Role, StepSample
+from deployments.messages import Pin, Role, StepSample
 from transfer.memory.blocks import chained_hashes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -240,6 +240,33 @@ async def test_it_tells_which_blocks_it_caches(engine_pair: Any) -> None:
         if not engine_pair.caches_prefixes:
             assert not cached
     assert len(hashes) == 3
+
+
+async def test_a_pinned_prefix_keeps_its_blocks_until_it_is_unpinned(engine_pair: Any) -> None:
+    """It is computed once: later requests with it find it, whatever else has come and gone."""
+    engine, size = engine_pair.decode, engine_pair.block_size
+    prefix = engine_pair.prompt(3 * size + 2)
+    free = await engine.generate("free", [*prefix, 7, 8], max_tokens=9)
+    await engine.settle()
+    pin = Pin("system", tuple(prefix), 3)
+    load = await engine.pin("pins", ["system"], pin)
+    assert (load.pinned, load.used_blocks) == ({"system": 3}, 3)
+    again = await engine.pin("again", ["system"], pin)
+    assert (again.pinned, again.used_blocks) == ({"system": 3}, 3)
+    room = engine.info.total_blocks - 4
+    for number in range(3):
+        await engine.generate(f"filler-{number}", engine_pair.prompt(min(room * size, 480)), max_tokens=1)
+    seen = len(engine.steps)
+    with_it = await engine.generate("with it", [*prefix, 7, 8], max_tokens=9)
+    assert with_it.tokens == free.tokens
+    if engine_pair.caches_prefixes:
+        assert sum(step.prefill_tokens for step in computed(engine.steps[seen:])) == len(prefix) + 2 - 3 * size
+    other = Pin("other", tuple(engine_pair.prompt(2 * size)), 2)
+    load = await engine.pin("other", ["other"], other)
+    assert (load.pinned, load.used_blocks) == ({"other": 2}, 2)
+    load = await engine.pin("none", [])
+    assert load.pinned == {}
+    await engine.settle()
 
 
 async def test_an_unknown_id_is_not_aborted(engine_pair: Any) -> None:

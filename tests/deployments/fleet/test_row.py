@@ -27,6 +27,15 @@ def test_what_a_replica_reports_counts_where_less_is_reserved() -> None:
     assert (row.free_blocks, row.sessions, row.expected_blocks, row.flow_prompts) == (53, 3, 7, 3.0)
 
 
+def test_what_is_pinned_or_set_aside_is_free_for_no_session() -> None:
+    share = Ledger({}, 30.0, 30.0).share("d0")
+    rows = [
+        row_of(Arrival(replace(SNAPSHOT, pinned=pinned), 0.0, frozenset()), share, 1.0, Flow(), set_aside)
+        for pinned, set_aside in (({}, 5), ({}, 9), ({"a": 6, "b": 5}, 0), ({"a": 6}, 20))
+    ]
+    assert [(row.free_blocks, row.expected_blocks) for row in rows] == [(53, 7), (51, 9), (49, 11), (40, 20)]
+
+
 def test_what_a_replica_has_loaded_and_fetched_is_in_bytes_and_seconds() -> None:
     counters = {"tier_loaded_bytes": 5e6, "tier_load_s": 0.5, "blocks_fetched": 3.0, "fetch_s": 0.25}
     snapshot = replace(SNAPSHOT, info=replace(INFO, kv_bytes_per_token=100), counters=counters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from configs.schema import PlacementConfig
@@ -13,10 +13,14 @@ from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Ide
 from deployments.errors import Unavailable
 from deployments.manager.calls import Call, Report
 from deployments.messages import (
+    BeginPin,
     CacheChange,
     HeldAdapters,
     Peers,
     Phase,
+    Pin,
+    PinList,
+    ReplicaInfo,
     ReplicaSnapshot,
     ReportAnswer,
     Reservation,
@@ -50,6 +54,7 @@ class ScriptedEngine:
         self.refusal: EngineError | None = None
         self.start_error: EngineError | None = None
         self.cache = CacheLog()
+        self.pins: list[tuple[str, tuple[str, ...], str, str]] = []
 
     async def start(self) -> EngineInfo:
         await self.loaded.wait()
@@ -61,6 +66,14 @@ class ScriptedEngine:
         if self.refusal is not None:
             raise self.refusal
         self.added.append(frames)
+
+    async def pin(
+        self, request_id: str, keep: Collection[str], pin: Pin | None = None, source: ReplicaInfo | None = None
+    ) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        named = (pin.id if pin else "", source.replica_id if source else "")
+        self.pins.append((request_id, tuple(keep), *named))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -114,6 +127,8 @@ class Manager:
         self.move: tuple[str, ...] = ()
         self.interval_s = 0.0
         self.drain: bool | None = None
+        self.pins = PinList()
+        self.begin_pin: BeginPin | None = None
         self.refused = 0
         self._came = asyncio.Event()
 
@@ -127,7 +142,9 @@ class Manager:
         self._came.set()
         resync, self.resync = self.resync, False
         peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
-        return ReportAnswer(peers, resync, snapshot.phase in self.held, self.move, self.interval_s, self.drain)
+        pins = self.pins if self.pins.version != snapshot.pins_version else None
+        hold = snapshot.phase in self.held
+        return ReportAnswer(peers, resync, hold, self.move, self.interval_s, self.drain, pins, self.begin_pin)
 
     @property
     def last(self) -> ReplicaSnapshot:

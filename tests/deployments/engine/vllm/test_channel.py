@@ -28,7 +28,7 @@ from deployments.engine.build import environment
 from deployments.engine.protocol import Step
 from deployments.host.processes import descendants
 from deployments.host.shared_memory import PREFIXES, shared_memory_of
-from deployments.manager.calls import Drain, Status
+from deployments.manager.calls import Drain, Prefixes, Status
 from deployments.messages import Mode
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer, until
 from tests.deployments.real_engines import RealEngines
@@ -382,6 +382,42 @@ async def is_back(
         return waits_for in ready and allocator.predictors.index.hits(hashes).get(by, 0) >= blocks
 
     await until(is_so)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_pinned_prefix_is_computed_by_one_and_fetched_by_the_other_and_outlives_other_prompts(
+    model: Path, workers: int
+) -> None:
+    """Answers with it are those of one engine without it, and it is found after more prompts than there is room for."""
+    async with cluster(model, pool(workers), pool(), fetch=True) as engines:
+        prefix, blocks = prompt(500), 15
+        asked = await engines.answer(prefix, max_tokens=1, pins=True)
+        shown = asked.context.explanation
+        assert shown is not None
+        assert (shown["blocks"], asked.tokens) == (blocks, [])
+
+        async def stands() -> bool:
+            (listed,) = (await engines.manager.ask(Prefixes()))["prefixes"]
+            return bool(listed["replicas"] == sorted([PREFILL, SMALL]))
+
+        await until(stands)
+        counters = [await each.counters() for each in engines.replicas.values()]
+        assert sum(each["blocks_fetched"] for each in counters) in (blocks, workers * blocks)
+        assert sum(each["fetches_broken"] for each in counters) == 0
+        fillers = [await engines.ask(prompt(900), max_tokens=2) for _ in range(14)]
+        for each in fillers:
+            await each.over()
+        known = [*prefix, *prompt(200)]
+        before = [await each.counters() for each in engines.replicas.values()]
+        answer = await engines.answer(known, max_tokens=6)
+        after = [await each.counters() for each in engines.replicas.values()]
+        computed = sum(
+            late["computed_tokens"] - early["computed_tokens"] for late, early in zip(after, before, strict=True)
+        )
+        assert computed == len(known) - 32 * blocks
+        assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
+        await engines.manager.ask(Prefixes(unpin=shown["id"]))
+        await engines.all_is_free()
 
 
 async def test_a_fetch_that_brings_less_or_is_aborted_harms_nothing(

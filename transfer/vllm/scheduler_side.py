@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from transfer.channel.layers import Chunk
-from transfer.channel.outbox import Key
 from transfer.control.messages import FirstToken, Seal
 from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
@@ -22,6 +20,7 @@ from transfer.vllm.cached_blocks import CachedBlocks, take_ascending
 from transfer.vllm.continued_answer import AnsweredRequests, answered
 from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.fetching import Fetches
+from transfer.vllm.handoff_part import Part, handed_over, part_of, the_part
 from transfer.vllm.idle_sleep import IdleSleep
 from transfer.vllm.partial_blocks import PartialBlocks
 from transfer.vllm.pins import Pins
@@ -52,21 +51,6 @@ RECALL_WAIT_S = 0.05
 IDLE_SLEEP_S = 0.05
 # The same with several workers: their channels are in other processes, so nothing tells of news.
 IDLE_SLEEP_WITHOUT_NEWS_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A request's part in a handoff. `peers`: the other side's workers, by rank."""
-
-    role: str
-    key: Key
-    peers: list[str]
-
-
-def part_of(request: Request) -> Part | None:
-    """The request's part in a handoff; None when nothing of it is handed over."""
-    baton = (request.kv_transfer_params or {}).get("baton")
-    return Part(baton["role"], (baton["session"], baton["epoch"]), baton["peers"]) if baton else None
 
 
 class SchedulerSide:
@@ -180,7 +164,7 @@ class SchedulerSide:
             metadata.kept = self._shared.take_kept()
         for request_id in scheduled.preempted_req_ids or ():
             if request := self._prefills.get(request_id):
-                metadata.preempted.append(_the_part(request).key)
+                metadata.preempted.append(the_part(request).key)
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             request = self._prefills.get(request_id)
             if request is not None and request.num_computed_tokens < handed_over(request):
@@ -190,7 +174,7 @@ class SchedulerSide:
         return metadata
 
     def _chunk(self, request: Request, scheduled_tokens: int) -> Chunk:
-        part, total = _the_part(request), handed_over(request)
+        part, total = the_part(request), handed_over(request)
         return Chunk(
             part.key,
             request.request_id,
@@ -288,17 +272,6 @@ class SchedulerSide:
             self._server.close()
 
 
-def _the_part(request: Request) -> Part:
-    part = part_of(request)
-    assert part is not None
-    return part
-
-
 def _has_sampled(request: Request) -> bool:
     """Whether this engine has given a token of the answer. Then it had the KV of all tokens before."""
     return int(request.num_output_tokens) > len(answered(request.sampling_params))
-
-
-def handed_over(request: Request) -> int:
-    """The number of tokens whose KV the handoff carries: the prompt, and what was answered before."""
-    return int(request.num_prompt_tokens) + len(answered(request.sampling_params))

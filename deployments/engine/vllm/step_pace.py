@@ -17,7 +17,7 @@ from deployments.messages import StepSample
 from deployments.policy.prediction.step_time import StepModel
 from deployments.policy.step_size import LOOKED_AT, prompt_budget, share_of_one
 from deployments.step_cost import Coefficients
-from transfer.vllm.scheduler_side import handed_over
+from transfer.vllm.handoff_part import handed_over
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

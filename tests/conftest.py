@@ -35,6 +35,14 @@ ENGINES = (
 )
 
 
+FETCHES = 300
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = f"fetches at random between real engines (default: {FETCHES})"
+    parser.addoption("--fetches", type=int, default=FETCHES, help=told)
+
+
 class Lines(LoadScopeScheduling):
     """The two lines that `make test` runs side by side: engines, one group of them at a time, and what has none."""
 

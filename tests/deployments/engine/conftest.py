@@ -334,8 +334,8 @@ async def _start_vllm(role: Role, path: Path) -> Running:
     return Running(engine, await engine.start(), encode, decode_outputs)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def forked() -> Iterator[None]:
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
     """Engines are forked: on CPU vLLM spawns, and each process then imports vLLM anew, 12 s of a core.
 
     They inherit torch's threads, which a new process takes from OMP_NUM_THREADS: one, as engines share the cores.
@@ -350,6 +350,13 @@ def forked() -> Iterator[None]:
             patch.setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked() -> Iterator[None]:
+    """See `forking`."""
+    with forking():
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.schema import DiskKVConfig, PoolConfig
+from deployments.host.processes import descendants, stat
 from deployments.manager.calls import Drain
 from deployments.messages import Mode
 from load_tests.harness.control_plane import PREFILL, SMALL, Answer, until
-from tests.deployments.engine.vllm.test_channel import cluster, model, pool, prompt
+from tests.deployments.engine.vllm.test_channel import VOCABULARY, cluster, model, pool, prompt
 from tests.deployments.real_engines import RealEngines
 from transfer.memory.blocks import chained_hashes
 
@@ -35,13 +40,18 @@ def tiered(tier: str, path: Path, workers: int = 1) -> PoolConfig:
 async def forget(engines: RealEngines, replica_id: str) -> None:
     """Empty the prefix cache of an engine, once its tiers have taken what they get."""
     engine: Any = engines.replicas[replica_id]._engine
+    await are_stored(engines, replica_id)
+    assert await engine.forget()
 
-    async def is_stored() -> bool:
-        return bool((await engine.counters())["tier_open_jobs"] == 0)
+
+async def are_stored(engines: RealEngines, replica_id: str) -> None:
+    """Wait until an engine's tiers have taken what they get."""
+
+    async def is_so() -> bool:
+        return bool((await engines.replicas[replica_id].counters())["tier_open_jobs"] == 0)
 
     await engines.all_is_free()
-    await until(is_stored)
-    assert await engine.forget()
+    await until(is_so)
 
 
 async def loaded(engines: RealEngines, replica_id: str, tier: str) -> float:
@@ -171,3 +181,66 @@ async def test_a_tier_on_disk_outlives_an_engine_that_is_killed_and_what_broke_i
         assert counted["tier_disk_hits"] == 299 // BLOCK
         assert counted["tier_digest_failures"] > 0
         await engines.all_is_free()
+
+
+FIRST = 4
+ANSWER, STORED = "answer", "stored"
+"""What `tier_child.py` prints: `answer NUMBER TOKENS` for each prompt; `stored` once the `FIRST` ones are on disk."""
+
+
+def prompt_of(number: int) -> list[int]:
+    """The prompts are the same in every process."""
+    draw = random.Random(number)
+    return [draw.randrange(10, VOCABULARY) for _ in range(draw.randrange(150, 500))]
+
+
+async def test_tiers_on_disk_outlive_kill_9_of_everything(model: Path, tmp_path: Path) -> None:
+    """Replicas, session manager and engines are killed at once while they store. Each new engine finds a tier."""
+    answers, processes = await asyncio.to_thread(asked_and_killed, model, tmp_path)
+    await until(lambda: none_lives(processes))
+    shape = tiered("disk", tmp_path)
+    async with cluster(model, shape, shape) as engines:
+        await engines.manager.ask(Drain(PREFILL))
+        for number in range(FIRST):
+            assert (await engines.answer(prompt_of(number), max_tokens=6)).tokens == answers[number]
+        await engines.manager.ask(Drain(PREFILL, resume=True))
+        await until(lambda: engines._are_ready((PREFILL,)))
+        for number, tokens in answers.items():
+            known = prompt_of(number)
+            before = await loaded(engines, PREFILL, "disk")
+            assert (await split(engines, known)).tokens == tokens
+            if number < FIRST:
+                assert await loaded(engines, PREFILL, "disk") - before == (len(known) - 1) // BLOCK
+            assert tokens == await whole(engines, known)
+        counted = [await engines.replicas[each].counters() for each in (PREFILL, SMALL)]
+        assert all(each["tier_disk_hits"] > 0 for each in counted)
+        assert not any(each["tier_digest_failures"] for each in counted)
+        await engines.all_is_free()
+
+
+def asked_and_killed(model: Path, directory: Path) -> tuple[dict[int, list[int]], list[int]]:
+    """What a cluster has answered when all of its processes are killed, and these processes."""
+    command = [sys.executable, str(Path(__file__).with_name("tier_child.py")), str(model), str(directory)]
+    answers, is_stored, draw = dict[int, list[int]](), False, random.Random(3)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                kind, _, told = line.partition(" ")
+                if kind == ANSWER:
+                    number, *tokens = map(int, told.split())
+                    answers[number] = tokens
+                is_stored = is_stored or line.strip() == STORED
+                if is_stored and len(answers) > FIRST + 1:
+                    break
+            time.sleep(draw.random() / 5)  # any moment will do
+            processes = [child.pid, *descendants(child.pid)]
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+    assert is_stored, "it ended by itself"
+    return answers, processes
+
+
+async def none_lives(processes: list[int]) -> bool:
+    """One that has ended may wait for its parent, which is gone."""
+    return all((found := stat(pid)) is None or found[0] == "Z" for pid in processes)

@@ -277,6 +277,31 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedPrompt:
+    """A prompt that a replica was asked lately.
+
+    `request`: the frames of the encoded EngineCoreRequest. `hashes`: chained hashes of its full blocks.
+    """
+
+    request: tuple[bytes, ...]
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """Fetch the first `tokens` tokens of a prompt, whole blocks, from the cache of `source` within `timeout_s`.
+
+    `request`: as in `CachedPrompt`. `id`: of this task alone.
+    """
+
+    id: str
+    request: tuple[bytes, ...]
+    tokens: int
+    source: ReplicaInfo
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReportAnswer:
     """The session manager's answer to a snapshot.
 
@@ -286,6 +311,7 @@ class ReportAnswer:
     `interval_s`: the least time between two reports, also where the configuration allows less; urgent reports are
     exempt. `drain`: an operator takes the replica out of service (True) or puts it back (False); None: it stays as it
     is. `pins`: None when the replica knows them. `begin_pin`: the one that it is to pin now, repeated until it stands.
+    `bring`: what the replica fetches from one that leaves, each told once.
     """
 
     peers: Peers | None = None
@@ -296,6 +322,7 @@ class ReportAnswer:
     drain: bool | None = None
     pins: PinList | None = None
     begin_pin: BeginPin | None = None
+    bring: tuple[Bring, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deployments.messages import CacheChange, HeldAdapters, Pin, ReplicaInfo, Role, StepSample
+from deployments.messages import Bring, CacheChange, HeldAdapters, Pin, ReplicaInfo, Role, StepSample
 
 
 class EngineError(Exception):
@@ -130,6 +130,19 @@ class Engine(Protocol):
 
         The whole blocks of a pinned prefix stay in the prefix cache. `source`: a replica to fetch them from. A request
         of this id does the work. By the output that finishes it, `EngineLoad.pinned` says what stands. Raises
+        EngineError when the engine is dead, and RequestRefused.
+        """
+
+    def hashes(self, frames: tuple[bytes, ...]) -> tuple[int, ...]:
+        """Chained hashes of the full blocks of a request's prompt, as in `cache_change`. Raises RequestRefused.
+
+        None where its KV depends on more than tokens, an adapter and a cache salt.
+        """
+
+    async def bring(self, bring: Bring) -> None:
+        """Get KV from another replica's cache into this one's. What does not come is computed, of one prompt.
+
+        A request with the task's id does it, and the output that finishes it ends it; `abort` gives it up. Raises
         EngineError when the engine is dead, and RequestRefused.
         """
 

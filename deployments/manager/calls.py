@@ -14,6 +14,7 @@ from deployments.messages import (
     Adapter,
     AdapterList,
     Admit,
+    CachedPrompt,
     ManagerView,
     Pin,
     Placement,
@@ -172,6 +173,29 @@ class Prefixes(Call[dict[str, Any]], frozen=True, tag=True):
     unpin: str = ""
 
 
+class HandOn(Call[int], frozen=True, tag=True):
+    """A replica leaves for good: others fetch the hottest beginnings of these prompts from its cache.
+
+    `prompts`: the newest first. `left_s`: the answer comes within this time, once all has come or nothing more may. It
+    is the number of blocks that other replicas have got. A cancelled call leaves nothing behind.
+    """
+
+    replica_id: str
+    prompts: tuple[CachedPrompt, ...]
+    left_s: float
+
+
+class Brought(Call[None], frozen=True, tag=True):
+    """A replica has done what `bring` of a report's answer asked for; idempotent.
+
+    `blocks`: those that came; None where it was late or refused.
+    """
+
+    replica_id: str
+    bring_id: str
+    blocks: int | None
+
+
 class Adopt(Call[None], frozen=True, tag=True):
     """Count a session that another manager has placed. It must be closed like all others.
 
@@ -198,10 +222,11 @@ class ShareAdapters(Call[AdapterList], frozen=True, tag=True):
 
 Notice = PrefillDone | Close | Withdraw | Lost
 """Calls that tell the manager something and need no answer."""
-Shown = Ready | Status | Overview | Explain | Drain | Prefixes
+Shown = Ready | Status | Overview | Explain | Prefixes
 """Calls that are answered with what an administrator or a probe reads."""
-AnyCall = Open | Notice | Silent | View | Report | Shown | Adopt | ShareAdapters
-Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | AdapterList | dict[str, Any] | None
+Leaving = Drain | HandOn | Brought
+AnyCall = Open | Notice | Silent | View | Report | Shown | Leaving | Adopt | ShareAdapters
+Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | AdapterList | dict[str, Any] | int | None
 
 
 class Manager(Protocol):

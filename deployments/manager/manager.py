@@ -23,10 +23,12 @@ from deployments.manager.calls import (
     Adopt,
     Answer,
     AnyCall,
+    Brought,
     Call,
     Close,
     Drain,
     Explain,
+    HandOn,
     Lost,
     Open,
     Overview,
@@ -40,7 +42,7 @@ from deployments.manager.calls import (
     View,
     Withdraw,
 )
-from deployments.manager.draining import drain
+from deployments.manager.draining import Draining
 from deployments.manager.meter import ManagerMeter
 from deployments.manager.own_sessions import occupancy
 from deployments.manager.prefixes import PinnedPrefixes
@@ -100,6 +102,7 @@ class SessionManager:
         self._traffic = Traffic() if traffic is None else traffic
         self._adapters, self._quotas = LoadedAdapters(), Quotas()
         self._prefixes = PinnedPrefixes(self._allocator)
+        self._draining = Draining(self._allocator, config.channel.link_bytes_per_s, clock)
 
     async def ask(self, call: Call[A]) -> A:
         """The answer to a call. Raises ValueError for a call that must not be made."""
@@ -144,8 +147,8 @@ class SessionManager:
             case Prefixes():
                 await self._listened()
                 return await self._prefixes.ask(call)
-            case Drain():
-                return drain(self._allocator, call, now_s)
+            case Drain() | HandOn() | Brought():
+                return await self._draining.answer(call)
             case Adopt(placement, prompt_tokens, prefilling):
                 self._allocator.fleet.reserve(placement, prompt_tokens, now_s)
                 if not prefilling:
@@ -158,7 +161,8 @@ class SessionManager:
 
     def meter(self, registry: Registry) -> ManagerMeter:
         """What brings this manager's metrics up to date in `registry`."""
-        return ManagerMeter(registry, self._allocator, self._counts, self.scaling, self._clock)
+        counts, handed_on = self._counts, self._draining.counts
+        return ManagerMeter(registry, self._allocator, counts, handed_on, self.scaling, self._clock)
 
     async def plan(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]]) -> None:
         """Make plans of sizes, without end: see `Scaling.run`. Without `scaling` there is nothing to do."""
@@ -234,7 +238,8 @@ class SessionManager:
         news = peers if peers.version != snapshot.peers_version else None
         hold = snapshot.is_starting and self._allocator.fleet.is_out_of_step(snapshot.info, snapshot.phase, now_s)
         moves, drains = self._allocator.sessions_to_move(snapshot, now_s), self._allocator.cordon.told(snapshot)
-        return ReportAnswer(news, missed, hold, moves, pause_s, drains, *self._prefixes.told(snapshot, now_s))
+        pins, bring = self._prefixes.told(snapshot, now_s), self._draining.due(snapshot.replica_id)
+        return ReportAnswer(news, missed, hold, moves, pause_s, drains, *pins, bring)
 
     async def _view(self, after_s: float) -> ManagerView:
         await asyncio.sleep(after_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from deployments.manager.scaling import Scaling
 from deployments.manager.status import Counts
@@ -17,17 +17,21 @@ NOW = (names.PROMISED, names.USED, names.PINNED, names.TOTAL, names.READY)
 
 
 class ManagerMeter:
-    """Brings the manager's metrics up to date. `registry`: has `model_name` and `policy`. `clock`: the manager's."""
+    """Brings the manager's metrics up to date.
+
+    `registry`: has `model_name` and `policy`. `handed_on`: see `Draining.counts`. `clock`: the manager's.
+    """
 
     def __init__(
         self,
         registry: Registry,
         allocator: Allocator,
         counts: Counts,
+        handed_on: Mapping[str, int],
         scaling: Scaling | None,
         clock: Callable[[], float],
     ) -> None:
-        self._registry, self._allocator, self._counts = registry, allocator, counts
+        self._registry, self._allocator, self._counts, self._handed_on = registry, allocator, counts, handed_on
         self._scaling, self._clock = scaling, clock
 
     async def collect(self) -> None:
@@ -46,6 +50,9 @@ class ManagerMeter:
             value(names.REFUSALS, code=code).set(count)
         for outcome, count in counts.outcomes.items():
             value(names.CLOSED, outcome=outcome).set(count)
+        for outcome in ("came", "failed"):
+            value(names.HANDED_ON, outcome=outcome).set(self._handed_on.get(outcome, 0))
+        value(names.HANDED_ON_BLOCKS).set(self._handed_on.get("blocks", 0))
         value(names.OPEN).set(len(allocator.fleet.promises()))
         for name, waiting in allocator.room.queued().items():
             value(names.QUEUED, **{"class": name}).set(waiting)

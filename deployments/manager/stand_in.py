@@ -27,10 +27,12 @@ from deployments.manager.calls import (
     Adopt,
     Answer,
     AnyCall,
+    Brought,
     Call,
     Close,
     Drain,
     Explain,
+    HandOn,
     Lost,
     Manager,
     Notice,
@@ -114,7 +116,7 @@ class StandIn:
                 return await self._ready(call)
             case Status() | Overview() | Explain() | Drain() | Prefixes() | ShareAdapters():
                 return await self._control.ask(call)
-            case View() | Report() | Adopt():
+            case View() | Report() | Adopt() | HandOn() | Brought():
                 raise ValueError(f"an ingress does not ask for {type(call).__name__}")
 
     async def _open(self, request: SessionRequest) -> Admit | Reject:

@@ -104,6 +104,8 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
     calls.Explain: _SHOWN,
     calls.Drain: _SHOWN,
     calls.Prefixes: _SHOWN,
+    calls.HandOn: msgspec.msgpack.Decoder(int),
+    calls.Brought: _TOLD,
     calls.Adopt: _TOLD,
     calls.ShareAdapters: msgspec.msgpack.Decoder(AdapterList),
 }

@@ -137,6 +137,12 @@ TIER_ERRORS = _replica(
 PLACEMENTS = _manager("baton_placements", "Placements by policy, mode and reason.", labels="policy mode reason")
 REFUSALS = _manager("baton_refusals", "Sessions refused, by code.", labels="code")
 CLOSED = _manager("baton_placements_closed", "Placements that ended, by outcome.", labels="outcome")
+HANDED_ON = _manager(
+    "baton_prompts_handed_on",
+    "Beginnings of prompts that were to go from a leaving replica's cache to others: `came`, `failed`.",
+    labels="outcome",
+)
+HANDED_ON_BLOCKS = _manager("baton_blocks_handed_on", "KV blocks that came to others so.")
 OPEN = _manager("baton_sessions_open", "Sessions that are placed.", Kind.GAUGE)
 QUEUED = _manager("baton_sessions_queued", "Sessions that wait for a place.", Kind.GAUGE, "class")
 PROMISED = _manager("baton_promised_blocks", "KV blocks promised to sessions.", Kind.GAUGE, "pool")

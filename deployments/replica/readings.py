@@ -13,6 +13,8 @@ STEPS_KEPT = 64
 """The most steps in one report; older ones are dropped."""
 OPEN_KV = ("open_receiving", "open_writing")
 """The counters of open KV transfers: of those that come in, and of those that go out."""
+OPEN_TIERS = "tier_open_jobs"
+"""The counter of what an engine's KV tiers have still to store or to load."""
 
 
 class Readings:

@@ -25,6 +25,7 @@ from deployments.engine.protocol import (
 from deployments.link.replica_side import Ingress
 from deployments.manager.calls import Manager
 from deployments.messages import Phase, ReplicaInfo, SessionTask
+from deployments.replica.handing_on import HandingOn
 from deployments.replica.lifecycle import Lifecycle, failure
 from deployments.replica.parts import Part, Parts
 from deployments.replica.peers import Introductions
@@ -53,6 +54,7 @@ class Replica:
         self._peers = Introductions(engine, timings)
         self._pins = Pins(identity.replica_id, engine, self._readings, timings)
         self._watch = Watch(engine, self._parts, config, timings)
+        self._handing_on = HandingOn(engine, manager, identity.replica_id, config.fetch)
         self._reporter = Reporter(
             identity,
             engine,
@@ -64,6 +66,7 @@ class Replica:
             self._readings,
             self._peers,
             self._pins,
+            self._handing_on,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -75,6 +78,7 @@ class Replica:
         self._own(self._peers.meet_loop(), "meet")
         self._own(self._pins.pin_loop(), "pins")
         self._own(self._watch.hang_loop(), "watch")
+        self._own(self._handing_on.bring_loop(), "bring")
         self._reporter.tell()
         await self._life.while_held(self._timings.turn_timeout_s)
         self._enter(Phase.READY)
@@ -153,6 +157,8 @@ class Replica:
             part = self._parts.open.get(output.request_id)
             if part is None:
                 self._pins.over(output.request_id)
+                self._handing_on.heard(output)
+                self._readings.unsettle()
             elif not part.done.done():  # a part that is over sends nothing more
                 by_ingress.setdefault(part.ingress, []).append((part, output))
         for ingress, pairs in by_ingress.items():
@@ -164,7 +170,9 @@ class Replica:
 
     def _settle(self, part: Part, output: Output, is_sent: bool) -> None:
         part.output_tokens += output.new_tokens
-        part.started = True
+        if not part.started:
+            part.started = True
+            self._handing_on.recent.note(part.task)
         if part.done.done():
             return
         if not is_sent:
@@ -220,6 +228,10 @@ class Replica:
         """Tell the manager to place nothing here any more. What is here, or on its way here, is served."""
         self._life.leave()
         self._reporter.tell(urgently=True)
+
+    async def hand_on(self, left_s: float) -> None:
+        """Have other replicas fetch what is hottest in this one's cache, while it leaves; see `HandingOn.hand_on`."""
+        await self._handing_on.hand_on(left_s)
 
     def _enter(self, phase: Phase) -> None:
         self._life.phase = phase

@@ -12,6 +12,7 @@ from deployments.errors import Unavailable
 from deployments.host.waits import set_within
 from deployments.manager.calls import Manager, Report
 from deployments.messages import ReplicaInfo, ReplicaSnapshot, ReportAnswer
+from deployments.replica.handing_on import HandingOn
 from deployments.replica.lifecycle import Lifecycle
 from deployments.replica.parts import Parts
 from deployments.replica.peers import Introductions
@@ -40,11 +41,13 @@ class Reporter:
         readings: Readings,
         peers: Introductions,
         pins: Pins,
+        handing_on: HandingOn,
     ) -> None:
         self.info: ReplicaInfo | None = None
         self._identity, self._engine, self._manager = identity, engine, manager
         self._config, self._timings = config, timings
         self._parts, self._life, self._readings, self._peers, self._pins = parts, life, readings, peers, pins
+        self._handing_on = handing_on
         self._version = time.time_ns()  # so that versions grow over restarts too
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
         self._interval_s = config.snapshot_interval_s
@@ -90,6 +93,7 @@ class Reporter:
         self._pins.learn(answer)
         if answer.pins is not None:
             self.tell(urgently=True)
+        self._handing_on.take(answer.bring)
         if answer.move:
             self._parts.move_out(answer.move)
         if answer.drain is not None and self._life.park(answer.drain):

@@ -17,11 +17,12 @@ from typing import Any
 from configs.schema import MockEngineConfig
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.mock.connections import Connections
-from deployments.engine.mock.memory import KV_BYTES, MockMemory
+from deployments.engine.mock.description import describe
+from deployments.engine.mock.memory import MockMemory
 from deployments.engine.mock.pinned import pin_request
-from deployments.engine.mock.scheduler import MockScheduler, Plan, steps_of
+from deployments.engine.mock.scheduler import MockScheduler, Plan
 from deployments.engine.mock.sequence import Sequence, layers_of
-from deployments.engine.mock.wire import FinishReason, encode_outputs
+from deployments.engine.mock.wire import FinishReason, brought_request, encode_outputs
 from deployments.engine.protocol import (
     EngineCrashed,
     EngineError,
@@ -32,10 +33,10 @@ from deployments.engine.protocol import (
     Step,
     WorkerSpans,
 )
-from deployments.messages import CacheChange, HeldAdapters, Pin, ReplicaInfo, StepSample
+from deployments.messages import Bring, CacheChange, HeldAdapters, Pin, ReplicaInfo, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.control.messages import FirstToken
-from transfer.memory.blocks import blocks_for
+from transfer.memory.blocks import blocks_for, chained_hashes
 from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.plane import Plane
 
@@ -91,17 +92,7 @@ class MockEngine:
         self._connections = self._connect()
         self._task = asyncio.create_task(self._run(), name="baton-mock-engine")
         self._task.add_done_callback(lambda _: self._steps.put_nowait(None))
-        return EngineInfo(
-            fingerprint=self._fingerprint,
-            block_size=config.block_size,
-            total_blocks=config.num_blocks,
-            max_sessions=config.max_num_seqs,
-            max_model_len=self._max_model_len,
-            endpoints=(self._connections.channel.address,),
-            chunk_tokens=config.max_num_batched_tokens,
-            kv_bytes_per_token=config.num_layers * KV_BYTES,
-            prior=tuple(steps_of(config)),
-        )
+        return describe(config, self._fingerprint, self._max_model_len, self._connections.channel.address)
 
     async def add(self, frames: tuple[bytes, ...]) -> None:
         """Add an encoded EngineCoreRequest.
@@ -122,6 +113,14 @@ class MockEngine:
             raise RequestRefused(f"a prompt of {sequence.prompt_tokens} tokens, of {self._max_model_len}")
         self._inbox.append(sequence)
         self._wake.set()
+
+    def hashes(self, frames: tuple[bytes, ...]) -> tuple[int, ...]:
+        return chained_hashes(Sequence.decoded(frames).tokens, self._config.block_size)
+
+    async def bring(self, bring: Bring) -> None:
+        """It has no prefix cache, so it computes the prompt and forgets it."""
+        self._check_alive()
+        self._begin(Sequence.of(brought_request(Sequence.decoded(bring.request).request, bring)))
 
     async def abort(self, request_ids: list[str]) -> None:
         self._inbox.extend(request_ids)

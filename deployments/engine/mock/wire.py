@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from deployments.messages import Bring
+
 RAW_VIEW = 3  # vLLM's msgpack extension for the bytes of an array
 
 
@@ -126,6 +128,12 @@ class OutputsStruct(msgspec.Struct, frozen=True, array_like=True):
 
 _REQUEST = msgspec.msgpack.Decoder(Request)
 _OUTPUTS = msgspec.msgpack.Encoder()
+
+
+def brought_request(request: Request, bring: Bring) -> Request:
+    """The request that brings the KV of the beginning of its prompt."""
+    tokens = [*request.prompt_token_ids[: bring.tokens], 0]  # the last token is computed, for an output
+    return Request(bring.id, tokens, None, Sampling(max_tokens=1))
 
 
 def decode_request(frames: Sequence[bytes]) -> Request:

@@ -33,11 +33,12 @@ from deployments.engine.protocol import (
 )
 from deployments.engine.vllm.adapters import Adapters
 from deployments.engine.vllm.arguments import EngineArguments
+from deployments.engine.vllm.bringing import brought, prompt_hashes
 from deployments.engine.vllm.counts import Counts
 from deployments.engine.vllm.description import describe
 from deployments.engine.vllm.outputs import OutputsDecoder, Seen, Unread, passed_on, seen
 from deployments.engine.vllm.pinning import pin_request
-from deployments.messages import CacheChange, HeldAdapters, Pin, ReplicaInfo, Role, StepSample
+from deployments.messages import Bring, CacheChange, HeldAdapters, Pin, ReplicaInfo, Role, StepSample
 from deployments.policy.step_size import PROMPT_SHARE
 
 TIERS_SHUTDOWN_S = 20.0
@@ -122,11 +123,20 @@ class VllmEngine:
         return await self._rpc("baton_endpoint")
 
     async def add(self, frames: tuple[bytes, ...]) -> None:
+        await self._add(self._decoded(frames))
+
+    def hashes(self, frames: tuple[bytes, ...]) -> tuple[int, ...]:
+        return prompt_hashes(self._decoded(frames), self._arguments.config.block_size)
+
+    async def bring(self, bring: Bring) -> None:
+        await self._add(brought(self._decoded(bring.request), bring))
+
+    def _decoded(self, frames: tuple[bytes, ...]) -> EngineCoreRequest:
         try:
-            request = self._decoder.decode(list(frames))
+            request: EngineCoreRequest = self._decoder.decode(list(frames))
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise RequestRefused(f"the request cannot be read: {error}") from error
-        await self._add(request)
+        return request
 
     async def _add(self, request: EngineCoreRequest) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deployments.fleet.columns import Codes, Columns, Flags, Numbers
+from deployments.fleet.columns import Codes, Columns, Flags, Numbers, ReplicaView
 from deployments.messages import FetchPlan
 
 if TYPE_CHECKING:
@@ -106,6 +106,16 @@ def _rate(columns: Columns, amount: str, seconds: str, prior: float) -> Numbers:
     """
     rate: Numbers = (PRIOR_S * prior + columns[amount]) / (PRIOR_S + columns[seconds])
     return rate
+
+
+def block_s(view: ReplicaView, link_bytes_per_s: float) -> float:
+    """Seconds that a replica takes to fetch a block, by what it has fetched so far.
+
+    `link_bytes_per_s`: what it is taken to fetch until then; 0: not known.
+    """
+    prior = link_bytes_per_s or LINK_BYTES_PER_S
+    rate = (PRIOR_S * prior + view.fetched_bytes) / (PRIOR_S + view.fetch_s)
+    return view.info.block_size * view.info.kv_bytes_per_token / rate
 
 
 def displaced_s(outlook: Outlook) -> Numbers:

@@ -31,7 +31,7 @@ from configs.schema import (
 )
 from deployments.engine.mock.engine import MockEngine
 from deployments.engine.protocol import Engine, EngineError, EngineInfo, EngineLoad, Step
-from deployments.messages import Pin, ReplicaInfo, Role
+from deployments.messages import Bring, Pin, ReplicaInfo, Role
 
 WAIT_S = 120.0
 Encode = Callable[[str, Sequence[int], dict[str, Any]], tuple[bytes, ...]]
@@ -110,6 +110,17 @@ class Running:
         await self.engine.pin(request_id, keep, pin, source)
         await asyncio.wait_for(answer.done.wait(), WAIT_S)
         return self.load
+
+    def frames(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
+        """A request with this prompt, encoded."""
+        return self._encode("encoded", prompt, {"max_tokens": 9})
+
+    async def bring(self, bring: Bring) -> Answer:
+        """Have a prompt brought, and wait for the end."""
+        answer = self.answers[bring.id] = Answer()
+        await self.engine.bring(bring)
+        await asyncio.wait_for(answer.done.wait(), WAIT_S)
+        return answer
 
     def logprobs(self, request_id: str) -> list[float]:
         """Of each token that this engine gave for a request, where that asked for them."""

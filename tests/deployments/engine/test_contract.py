@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deployments.engine.protocol import Step
-from deployments.messages import Pin, Role, StepSample
+from deployments.engine.protocol import RequestRefused, Step
+from deployments.messages import Bring, Pin, ReplicaInfo, Role, StepSample
 from transfer.memory.blocks import chained_hashes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -78,6 +78,36 @@ async def test_disaggregated_is_token_identical_to_local(engine_pair: Any, block
     assert split == local.tokens
     await engine_pair.prefill.settle()
     await engine_pair.decode.settle()
+
+
+@pytest.mark.parametrize("has", [0, 2, 4])
+async def test_a_prompt_is_brought_from_another_engine(engine_pair: Any, has: int) -> None:
+    """What that one does not have is computed."""
+    source, target, size = engine_pair.decode, engine_pair.prefill, engine_pair.block_size
+    prompt = engine_pair.prompt(4 * size + 3)
+    if has:
+        await source.generate(f"known-{has}", prompt[: has * size + 1], max_tokens=1)
+    frames = source.frames(prompt)
+    assert target.engine.hashes(frames) == chained_hashes(prompt, size)
+    before = (await target.engine.counters())["blocks_fetched"]
+    peer = ReplicaInfo("source", "p", Role.DECODE, "n", "f", size, 9, 9, 999, source.info.endpoints)
+    brought = await target.bring(Bring(f"brought-{has}", frames, 3 * size, peer, 30.0))
+    assert (len(brought.tokens), brought.reason) == (1, LENGTH)
+    if engine_pair.caches_prefixes:
+        assert (await target.engine.counters())["blocks_fetched"] - before == min(has, 3)
+        await target.cached(set(chained_hashes(prompt[: 3 * size], size)))
+    whole = await source.generate(f"whole-{has}", prompt, max_tokens=6)
+    assert (await target.generate(f"again-{has}", prompt, max_tokens=6)).tokens == whole.tokens
+    await source.settle()
+    await target.settle()
+
+
+async def test_what_cannot_be_read_is_not_brought(engine_pair: Any) -> None:
+    peer = ReplicaInfo("source", "p", Role.DECODE, "n", "f", 1, 9, 9, 999, engine_pair.decode.info.endpoints)
+    with pytest.raises(RequestRefused):
+        await engine_pair.prefill.engine.bring(Bring("bad", (b"?",), 32, peer, 30.0))
+    with pytest.raises(RequestRefused):
+        engine_pair.prefill.engine.hashes((b"?",))
 
 
 TOKENS = 24

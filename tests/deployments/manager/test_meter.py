@@ -43,12 +43,15 @@ async def test_promises_stand_beside_use_and_decisions_are_counted_once() -> Non
     counts.closed("length", 4)
     allocator.lost("d1", 0.0)
     allocator.room.enter(SessionRequest("c", 10, 1, (Mode.DECODE_LOCAL,), priority="patient"), 0.0)
-    meter = ManagerMeter(registry, allocator, counts, None, lambda: 0.0)
+    meter = ManagerMeter(registry, allocator, counts, {"came": 3, "failed": 1, "blocks": 40}, None, lambda: 0.0)
     for _ in range(2):
         await meter.collect()
     found = {(each.name, *(value for _, value in each.labels[1:])): each.value for each in registry.samples()}
     expected = {
         ("baton_promised_blocks", "decode-main"): 20,
+        ("baton_prompts_handed_on", "came"): 3,
+        ("baton_prompts_handed_on", "failed"): 1,
+        ("baton_blocks_handed_on",): 40,
         ("baton_used_blocks", "decode-main"): 3,
         ("baton_total_blocks", "decode-main"): 100,
         ("baton_replicas_ready", "decode-main"): 1,
@@ -73,7 +76,7 @@ async def test_the_plans_reasons_and_failures_are_counted() -> None:
     scaling.decisions["decode-main", "up", Reason.DECODE_TPOT] += 1
     scaling.reasons["decode-main", Reason.HOLD] += 5
     scaling.failures = 2
-    meter = ManagerMeter(registry, allocator, Counts(), scaling, lambda: 0.0)
+    meter = ManagerMeter(registry, allocator, Counts(), {}, scaling, lambda: 0.0)
     for _ in range(2):
         await meter.collect()
     found = {(each.name, *(value for _, value in each.labels[1:])): each.value for each in registry.samples()}

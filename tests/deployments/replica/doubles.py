@@ -11,9 +11,10 @@ from configs.schema import PlacementConfig
 from deployments.engine.cache_log import CacheLog
 from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Identity, Output, Step, WorkerSpans
 from deployments.errors import Unavailable
-from deployments.manager.calls import Call, Report
+from deployments.manager.calls import Brought, Call, HandOn, Report
 from deployments.messages import (
     BeginPin,
+    Bring,
     CacheChange,
     HeldAdapters,
     Peers,
@@ -46,6 +47,7 @@ class ScriptedEngine:
         self.steps: asyncio.Queue[Step | EngineError] = asyncio.Queue()
         self.added: list[tuple[bytes, ...]] = []
         self.aborted: list[str] = []
+        self.brought: list[Bring] = []
         self.met: list[Sequence[tuple[str, ...]]] = []
         self.is_busy = self.answers_late = False
         self.kv = {"bytes_written": 7.0, "open_receiving": 0.0, "open_writing": 0.0}
@@ -74,6 +76,15 @@ class ScriptedEngine:
             raise self.refusal
         named = (pin.id if pin else "", source.replica_id if source else "")
         self.pins.append((request_id, tuple(keep), *named))
+
+    def hashes(self, frames: tuple[bytes, ...]) -> tuple[int, ...]:
+        """A block for each byte."""
+        return tuple(frames[0])
+
+    async def bring(self, bring: Bring) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.brought.append(bring)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -129,22 +140,34 @@ class Manager:
         self.drain: bool | None = None
         self.pins = PinList()
         self.begin_pin: BeginPin | None = None
+        self.bring: tuple[Bring, ...] = ()
+        self.brought: list[Brought] = []
+        self.handed_on: list[HandOn] = []
+        self.goes_on = asyncio.Event()
         self.refused = 0
         self._came = asyncio.Event()
 
     async def ask(self, call: Call[Any]) -> Any:
-        assert isinstance(call, Report), "a replica asks for nothing else"
-        snapshot = call.snapshot
         if self.outage is not None:
             self.refused += 1
             raise self.outage
+        if isinstance(call, HandOn):
+            self.handed_on.append(call)
+            await self.goes_on.wait()
+            return 3
+        if isinstance(call, Brought):
+            self.brought.append(call)
+            return None
+        assert isinstance(call, Report), "a replica asks for nothing else"
+        snapshot = call.snapshot
         self.snapshots.append(snapshot)
         self._came.set()
         resync, self.resync = self.resync, False
         peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
         pins = self.pins if self.pins.version != snapshot.pins_version else None
-        hold = snapshot.phase in self.held
-        return ReportAnswer(peers, resync, hold, self.move, self.interval_s, self.drain, pins, self.begin_pin)
+        hold, (bring, self.bring) = snapshot.phase in self.held, (self.bring, ())
+        told = peers, resync, hold, self.move, self.interval_s, self.drain, pins, self.begin_pin, bring
+        return ReportAnswer(*told)
 
     @property
     def last(self) -> ReplicaSnapshot:

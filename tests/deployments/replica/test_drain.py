@@ -11,7 +11,7 @@ import pytest
 from ray._private.worker import Worker
 from ray.serve._private import replica as serve_replica
 
-from deployments.replica.drain import QUIET_LOOKS, drain
+from deployments.replica.drain import HAND_SHARE, QUIET_LOOKS, drain
 from deployments.replica.timings import Timings
 
 LONG_S, WAIT_S = 1000.0, 60.0
@@ -27,6 +27,9 @@ class Replica:
         self.done: list[str] = []
         self.is_busy = False
         self.looked = asyncio.Event()
+        self.hands_on = asyncio.Event()
+        self.hands_on.set()
+        self.hand_on_s = 0.0
 
     def begin_drain(self) -> None:
         self.done.append("drain")
@@ -36,6 +39,10 @@ class Replica:
         self.done.append("move")
         moved, self.open_runs = self.open_runs - self.cannot_move, self.cannot_move
         return moved
+
+    async def hand_on(self, left_s: float) -> None:
+        self.hand_on_s = left_s
+        await self.hands_on.wait()
 
     async def counters(self) -> dict[str, float]:
         self.looked.set()
@@ -69,8 +76,30 @@ async def test_sessions_end_by_themselves_and_then_it_is_over() -> None:
     assert replica.done == ["drain"], "nothing had to move"
 
 
-@pytest.mark.parametrize("name", ["open_receiving", "open_writing"])
-async def test_kv_that_a_peer_uses_is_waited_for(name: str) -> None:
+async def test_the_cache_is_handed_on_while_sessions_end_and_is_waited_for() -> None:
+    replica = Replica()
+    replica.open_runs = 1
+    replica.hands_on.clear()
+    drained = asyncio.create_task(drain(replica, LONG_S, no, QUICK))
+    await asyncio.sleep(0.02)
+    assert replica.hand_on_s == HAND_SHARE * LONG_S
+    replica.open_runs = 0
+    await asyncio.sleep(0.02)
+    assert not drained.done()
+    replica.hands_on.set()
+    await asyncio.wait_for(drained, WAIT_S)
+    assert replica.done == ["drain"], "no session had to move for it"
+
+
+async def test_handing_on_takes_no_more_than_the_time_there_is() -> None:
+    replica = Replica()
+    replica.hands_on.clear()
+    await asyncio.wait_for(drain(replica, 0.1, no, QUICK), WAIT_S)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "baton-hand-on"]
+
+
+@pytest.mark.parametrize("name", ["open_receiving", "open_writing", "tier_open_jobs"])
+async def test_kv_that_a_peer_or_a_tier_uses_is_waited_for(name: str) -> None:
     replica = Replica()
     replica.kv = {name: 1.0, "bytes_written": 7.0}
     replica.is_busy = True

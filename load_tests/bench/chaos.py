@@ -19,13 +19,14 @@ drawn, and so is the point of a session's life at which it happens (`load_tests/
 
 One fault in fifty kills the session manager, for up to 300 ms, or the ingress.
 
-**What runs: `real`.** `configs/cpu.yaml` as `make serve` starts it, with a few clients over HTTP:
-`load_tests/chaos/real.py`.
+**What runs: `real`.** `configs/cpu.yaml` as `make serve` starts it, with fetches, KV tiers and a small memory of
+prefill, and with a few clients over HTTP: `load_tests/chaos/real.py`.
 
 **What is measured.** `faults`, `sessions`, and the outcomes of the sessions. `hung`: one without an end half a minute
 past its deadline of one minute. `wrong`: the answer is another one. `truncated`: a clean end too early. `duplicated`:
 tokens came twice. `refused`: an error that the request's own parameters explain (a seed). `failed`: an error that they
 do not explain. `away`: no session manager was there. `cut`: the ingress died. `left`: the client left.
+`caches`, of `real`: KV blocks that replicas had fetched and loaded at the end, and what broke of it.
 `completed_share`: of the sessions that stayed, were not cut and could go on, those whose answer came whole. `leaked`:
 what there is more of at the end than at the start, by kind. `decode_death_pause_ms_*`, of the mock: the longest gap
 between two tokens around the death of a decode engine, of each session that was decoding there. Other faults that

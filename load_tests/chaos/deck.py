@@ -14,6 +14,7 @@ KILLS = ("kill decode-large", "kill prefill", "kill decode-small", "kill engine 
 """Each of these, and the kill of the session manager, comes once in forty faults: a restart takes most of a minute."""
 KILL_MANAGER = "kill session-manager"
 EACH_KILL = 40
+DAMAGE = "damage tiers"
 OFTEN = (
     "stop engine prefill",
     "stop engine decode-small",
@@ -26,6 +27,7 @@ OFTEN = (
     "leave",
     "leave",
     "leave",
+    DAMAGE,
 )
 
 GRPC_POOLS = ("event_engine", "default-executo", "resolver-execut")

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 MODEL = "smollm2-135m-instruct"
-QUESTIONS = 8
+QUESTIONS = 24
 PROMPTS, ANSWERS = (20, 400), (24, 64)
 ANSWERED_S = 180.0
 """A session that takes longer than this counts as hung. Its own deadline is 120 s."""

@@ -1,7 +1,9 @@
 """Faults on real engines: `configs/cpu.yaml` as a user starts it, clients over HTTP, and signals to its processes.
 
 A fault kills a process of a replica, of the session manager, of the ingress or of an engine; or it stops one for up to
-four seconds and then continues it; or a client leaves. Before each kill everything has come back from the one before.
+four seconds and then continues it; or it changes or cuts the files of KV tiers; or a client leaves. Replicas fetch from
+each other, and prefill's memory is too small for all prompts. So a replica that is killed or stopped may be the source
+of a fetch. Before each kill everything has come back from the one before.
 Between other faults up to two seconds pass. Answers are greedy. They are compared with those that the undisturbed
 cluster gave at its start.
 """
@@ -25,8 +27,9 @@ import httpx
 import yaml
 
 from deployments.host.processes import descendants
-from load_tests.chaos.deck import deck, held
+from load_tests.chaos.deck import DAMAGE, deck, held
 from load_tests.chaos.http_crowd import ANSWERED_S, HttpCrowd
+from load_tests.chaos.tier_files import damage
 from load_tests.harness.application import ROOT, Application
 from load_tests.harness.processes import marked
 
@@ -36,30 +39,43 @@ SESSION_S = 120.0
 BACK_S, SETTLE_S = 300.0, 2 * SESSION_S
 STOPPED_S, BETWEEN_S = 4.0, 2.0
 CLIENTS, WARM_UP_S = 3, 20.0
+PREFILL_BYTES, HOST_BYTES, DISK_BYTES = 128 << 20, 32 << 20, 256 << 20
+"""Of the default model, prefill has 22 blocks, and each replica 5 and 45 in its tiers."""
+COUNTED = ("blocks_fetched", "fetches_broken", "tier_host_hits", "tier_disk_hits", "tier_digest_failures")
 MUST_NOT = ("hung", "wrong", "truncated", "duplicated")
 MAY = ("failed", "cut", "left")
 
 
 def run(faults: int, seed: int) -> dict[str, Any]:
     """Runs it. Returns `real`, as the benchmark prints it."""
-    serve = yaml.safe_load(CONFIG.read_text())
-    arguments = serve["applications"][0]["args"]
-    arguments["placement"] = {"split": "always", "session_timeout_s": SESSION_S}  # every request has a handoff
-    arguments["channel"]["handoff_timeout_s"] = SESSION_S / 4
     marker = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
-        application = Application(serve, Path(directory), {MARKER: marker})
+        tiers = Path(directory) / "tiers"
+        application = Application(settings(tiers), Path(directory), {MARKER: marker})
         try:
             application.wait()
             _say(f"{application.url} is ready")
-            return asyncio.run(_Run(application.url, f"{MARKER}={marker}", random.Random(seed)).all(faults))
+            return asyncio.run(_Run(application.url, f"{MARKER}={marker}", tiers, random.Random(seed)).all(faults))
         finally:
             application.stop()
 
 
+def settings(tiers: Path) -> dict[str, Any]:
+    """What `serve run` is given. `tiers`: the folder of the disk tiers."""
+    serve: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
+    arguments = serve["applications"][0]["args"]
+    # Every request has a handoff.
+    arguments["placement"] = {"split": "always", "session_timeout_s": SESSION_S, "fetch": True}
+    arguments["channel"]["handoff_timeout_s"] = SESSION_S / 4
+    arguments["prefill"]["engine"]["kv_cache_memory_bytes"] = PREFILL_BYTES
+    for pool in (arguments["prefill"], *arguments["decode"].values()):
+        pool["engine"] |= {"host_kv_bytes": HOST_BYTES, "disk_kv": {"path": str(tiers), "bytes": DISK_BYTES}}
+    return serve
+
+
 class _Run:
-    def __init__(self, url: str, marker: str, draw: random.Random) -> None:
-        self._url, self._marker, self._draw = url, marker, draw
+    def __init__(self, url: str, marker: str, tiers: Path, draw: random.Random) -> None:
+        self._url, self._marker, self._tiers, self._draw = url, marker, tiers, draw
         self._crowd = HttpCrowd(url, random.Random(draw.random()))
         self._lost: set[str] = set()
 
@@ -93,6 +109,7 @@ class _Run:
             "completed_share": round(verdicts["whole"] / max(1, verdicts["whole"] + verdicts["failed"]), 5),
             "leaked": left | more,
             "kinds": dict(counts),
+            "caches": await self._caches(),
             "why_not": self._crowd.why_not,
             "pauses_s": sorted(self._crowd.pauses_s)[-8:],
             "seconds": round(time.monotonic() - began_s, 1),
@@ -110,6 +127,8 @@ class _Run:
         """Causes one fault. Returns whether there was a process or a client for it."""
         if fault == "leave":
             return self._crowd.leave()
+        if fault == DAMAGE:
+            return damage(self._tiers, self._draw) > 0
         verb, *words = fault.split()
         name = words[-1]
         if verb == "kill":
@@ -142,6 +161,11 @@ class _Run:
         return [pid for each in found for pid in descendants(each) if lines.get(pid, "").startswith("VLLM::")]
 
     # ---- what the cluster says
+
+    async def _caches(self) -> dict[str, float]:
+        """What the replicas that are up have fetched and loaded."""
+        replicas = (await self._status()).get("replicas", {}).values()
+        return {name: sum(each["counters"].get(name, 0.0) for each in replicas) for name in COUNTED}
 
     async def _status(self) -> dict[str, Any]:
         """The cluster's status. Empty when it does not answer."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
-from load_tests.chaos.deck import KILL_MANAGER, KILLS, deck
+from configs.schema import BatonConfig, VllmEngineConfig
+from load_tests.chaos.deck import DAMAGE, KILL_MANAGER, KILLS, deck
 from load_tests.chaos.http_crowd import HttpCrowd, _Asked
+from load_tests.chaos.real import settings
+from load_tests.chaos.tier_files import damage
 
 
 def test_the_deck_is_seeded_and_has_each_kill_once_in_forty() -> None:
@@ -17,6 +21,29 @@ def test_the_deck_is_seeded_and_has_each_kill_once_in_forty() -> None:
     assert len(cards) == 40
     assert [cards.count(kill) for kill in (*KILLS, KILL_MANAGER)] == [1] * 6
     assert deck(1, random.Random(1)) == [KILLS[0]]
+
+
+def test_replicas_fetch_have_tiers_and_their_files_are_damaged(tmp_path: Path) -> None:
+    config = BatonConfig.model_validate(settings(tmp_path)["applications"][0]["args"])
+    assert config.placement.fetch
+    for pool in config.pools.values():
+        assert isinstance(pool.engine, VllmEngineConfig)
+        assert pool.engine.disk_kv is not None
+        assert pool.engine.disk_kv.path == str(tmp_path)
+    assert DAMAGE in deck(40, random.Random(1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_damage_breaks_every_file_of_blocks(tmp_path: Path, seed: int) -> None:
+    assert damage(tmp_path, random.Random(seed)) == 0
+    folder, whole = tmp_path / "baton-kv", bytes(20_000)
+    folder.mkdir()
+    for name in ("segment-0.blocks", "segment-1.blocks", "segment-0.index"):
+        (folder / name).write_bytes(whole)
+    assert damage(tmp_path, random.Random(seed)) == 2
+    for name in ("segment-0.blocks", "segment-1.blocks"):
+        assert (folder / name).read_bytes() != whole
+    assert (folder / "segment-0.index").read_bytes() == whole
 
 
 @pytest.mark.parametrize(

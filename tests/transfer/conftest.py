@@ -59,22 +59,25 @@ class Side:
         block_size: int = BLOCK_SIZE,
         rank: int = 0,
         workers: int = 1,
+        stages: tuple[int, ...] = (),
         total_heads: int = 1,
         timings: Timings = TIMINGS,
     ) -> None:
-        block_bytes = BLOCK_BYTES // workers
-        self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, block_bytes), dtype=np.uint8)
+        tensor = workers // max(1, len(stages))
+        layers, block_bytes = stages[rank // tensor] if stages else LAYERS, BLOCK_BYTES // tensor
+        self.memory = np.zeros((layers, REGIONS, BLOCKS, block_bytes), dtype=np.uint8)
         base, region = int(self.memory.ctypes.data), BLOCKS * block_bytes
         self.layout = KVLayout(
-            num_layers=LAYERS,
+            num_layers=layers,
             regions_per_layer=REGIONS,
             num_blocks=BLOCKS,
             block_size=block_size,
             block_bytes=block_bytes,
-            bases=tuple(base + index * region for index in range(LAYERS * REGIONS)),
+            bases=tuple(base + index * region for index in range(layers * REGIONS)),
             facts={"fingerprint": fingerprint},
             rank=rank,
             workers=workers,
+            stages=stages,
             total_heads=total_heads,
         )
         self.events: list[tuple[str, dict[str, Any]]] = []

@@ -28,6 +28,7 @@ from transfer.channel.timings import TIMINGS, Timings
 from transfer.control.endpoint import Endpoint, PeerGone
 from transfer.control.messages import Seal
 from transfer.memory.layout import KVLayout
+from transfer.memory.partition import ONE_WORKER, Partition
 from transfer.memory.plane import Plane
 
 logger = logging.getLogger("baton.transfer")
@@ -38,7 +39,10 @@ class ChannelError(Exception):
 
 
 class Channel:
-    """One worker's channel. It calls `trace(event, **fields)` for every event of a handoff or a layer."""
+    """One worker's channel. It calls `trace(event, **fields)` for every event of a handoff or a layer.
+
+    `address`: the worker's endpoint, which also says which layers it has (`transfer.memory.partition`).
+    """
 
     def __init__(
         self,
@@ -55,12 +59,12 @@ class Channel:
         self._trace = self._log.note
         plane.register(layout)
         self._endpoint = Endpoint(plane.name, seal, host)
-        self.address = self._endpoint.address
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._endpoint.watch(self._wake)
         self._commands: deque[Callable[[], None]] = deque()
         self._outbox = Outbox()
         self._decode = DecodeSide(plane, layout, self._endpoint, self._outbox, timeout_s, self._trace, timings)
+        self.address = self._decode.address
         self._prefill = PrefillSide(
             plane, layout, self._endpoint, self._outbox, timeout_s, self._trace, limits or Limits(), timings
         )
@@ -111,10 +115,10 @@ class Channel:
         """Decode: the request ended before its blocks were offered. Prefill then does not wait for an offer."""
         self._do(lambda: self._decode.cancel_unoffered(key, peers, reason))
 
-    def is_answered(self, key: Key, peers: int = 1) -> bool:
-        """Prefill: whether each decode worker that takes our heads has offered its blocks, or never will.
+    def is_answered(self, key: Key, peers: Partition = ONE_WORKER) -> bool:
+        """Prefill: whether each decode worker that takes KV from us has offered its blocks, or never will.
 
-        `peers`: the number of workers of the decode replica.
+        `peers`: how the workers of the decode replica split it.
         """
         return self._prefill.is_answered(key, peers)
 
@@ -125,7 +129,10 @@ class Channel:
             self._trace("forward_begin", session=chunk.key[0], computed=chunk.computed)
 
     def layer_saved(self, layer: int, ready: Ready | None = None) -> None:
-        """Prefill: a layer's KV of this step's chunks is computed, or will be once `ready` says so."""
+        """Prefill: a layer's KV of this step's chunks is computed, or will be once `ready` says so.
+
+        `layer`: as the model numbers them.
+        """
         if chunks := self._chunks:
             self._do(lambda: self._prefill.saved(chunks, layer, ready))
 
@@ -135,11 +142,11 @@ class Channel:
             self._trace("forward_end", session=chunk.key[0], computed=chunk.computed)
         self._chunks = ()
 
-    def ended(self, key: Key, request_id: str | None, ok: bool, peers: int = 1) -> None:
+    def ended(self, key: Key, request_id: str | None, ok: bool, peers: Partition = ONE_WORKER) -> None:
         """Prefill: the engine is done with the request. `Results.released` names it once its blocks are free.
 
         `request_id`: None when no chunk has been computed, and the engine does not wait.
-        `ok`: the whole prompt is computed. `peers`: the number of workers of the decode replica.
+        `ok`: the whole prompt is computed. `peers`: how the workers of the decode replica split its KV.
         """
         self._do(lambda: self._prefill.ended(key, request_id, ok, peers))
 

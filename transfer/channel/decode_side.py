@@ -18,11 +18,13 @@ from transfer.channel.timings import TIMINGS, Timings
 from transfer.control import messages as control
 from transfer.control.endpoint import Endpoint
 from transfer.control.handoff import Received, Receiver, ReceiverEffect, SendCancel
-from transfer.memory.heads import sources
 from transfer.memory.layout import KVLayout
+from transfer.memory.partition import endpoint_of, partition_of, sources
 from transfer.memory.plane import Plane
 
 logger = logging.getLogger("baton.transfer")
+
+NO_SOURCE = "the other replica's workers do not have the layers of this one's model"
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class _Receiving:
 
 class DecodeSide:
     """`timeout_s`: the time from an offer until its KV must be here. After it, the peers are told to stop, and are told
-    again after every further `timeout_s`.
+    again after every further `timeout_s`. `address`: this worker's endpoint.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class DecodeSide:
         timings: Timings = TIMINGS,
     ) -> None:
         self._plane, self._layout, self._endpoint, self._outbox = plane, layout, endpoint, outbox
+        self.address = endpoint_of(endpoint.address, layout.layers, layout.total_layers)
         self._timeout_s, self._trace, self._timings = timeout_s, trace, timings
         self._receiving: dict[Key, _Receiving] = {}
         self._active_until = 0.0
@@ -79,7 +82,7 @@ class DecodeSide:
 
         Each replica is the list of its workers' endpoints. A peer with an open handoff stays connected.
         """
-        wanted = {endpoint for workers in peers for endpoint in self._sources(workers)} - {self._endpoint.address}
+        wanted = {endpoint for workers in peers for endpoint in self._sources(workers)} - {self.address}
         busy = {endpoint for receiving in self._receiving.values() for endpoint in receiving.endpoints}
         for endpoint in self._endpoint.peers - wanted - busy:
             self._endpoint.disconnect(endpoint)
@@ -89,7 +92,9 @@ class DecodeSide:
     def offer(
         self, key: Key, request_id: str, peers: list[str], first_block: int, blocks: list[int], needs_token: bool
     ) -> None:
-        endpoints = self._sources(peers)
+        if not (endpoints := self._sources(peers)):
+            self._outbox.broken(request_id, NO_SOURCE)
+            return
         machine = Receiver(needs_token, set(endpoints))
         self._receiving[key] = _Receiving(request_id, endpoints, time.monotonic() + self._timeout_s, machine)
         offer = control.Offer(*key, self._layout.rank, first_block, blocks, self._timeout_s)
@@ -103,7 +108,9 @@ class DecodeSide:
     def fetch(
         self, key: Key, request_id: str, peers: list[str], blocks: list[int], hashes: list[bytes], timeout_s: float
     ) -> None:
-        endpoints = self._sources(peers)
+        if not (endpoints := self._sources(peers)):
+            self._outbox.fetched(request_id, 0, len(blocks), 0.0)
+            return
         machine = Receiver(needs_token=False, writing=set(endpoints))
         deadline = time.monotonic() + min(timeout_s, self._timeout_s)
         receiving = _Receiving(request_id, endpoints, deadline, machine, len(blocks))
@@ -163,9 +170,14 @@ class DecodeSide:
                 self._outbox.late(receiving.request_id)
 
     def _sources(self, peers: list[str]) -> list[str]:
-        """The endpoints of those workers of a prefill replica from which this worker takes its heads."""
-        layout = self._layout
-        return [peers[rank] for rank in sources(layout.rank, layout.workers, len(peers), layout.total_heads)]
+        """The endpoints of those workers of a prefill replica from which this worker takes its KV.
+
+        None where they say that the model has another number of layers: some of this worker's would not come.
+        """
+        layout, partition = self._layout, partition_of(peers)
+        if partition.stages and sum(partition.stages) != layout.total_layers:
+            return []
+        return [peers[rank] for rank in sources(layout.rank, layout.partition, partition, layout.total_heads)]
 
     def _is_writing(self, key: Key, endpoint: str) -> bool:
         """Whether this peer still writes the handoff. Other peers have no influence on how the handoff ends."""
@@ -182,7 +194,7 @@ class DecodeSide:
     def _reach(self, endpoint: str) -> None:
         """Connect a peer, unless it is connected, and introduce this worker to it."""
         if self._endpoint.connect(endpoint):
-            hello = control.Hello(self._endpoint.address, self._plane.name, self._plane.metadata(), self._layout)
+            hello = control.Hello(self.address, self._plane.name, self._plane.metadata(), self._layout)
             self._endpoint.send(endpoint, hello)
             self._active_until = time.monotonic() + self._timings.warm_up_s
 

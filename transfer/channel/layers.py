@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from transfer.channel.outbox import Key
+from transfer.memory.partition import ONE_WORKER, Partition
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The part of a request that one engine step computes.
 
-    After the step, the KV of the first `computed` of `prompt` tokens lies in `blocks`. `peers`: the number of workers
-    of the decode replica.
+    After the step, the KV of the first `computed` of `prompt` tokens lies in `blocks`. `peers`: how the workers of the
+    decode replica split it.
     """
 
     key: Key
@@ -23,7 +24,7 @@ class Chunk:
     computed: int
     prompt: int
     blocks: tuple[int, ...]
-    peers: int = 1
+    peers: Partition = ONE_WORKER
 
 
 class Ready(Protocol):

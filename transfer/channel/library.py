@@ -41,7 +41,7 @@ def lend(writer: Writer, borrowed: Sequence[int], remote: Sequence[int]) -> list
     """Hand the leading blocks over into `remote`. All of their layers are computed, and no engine waits for them."""
     tokens = len(borrowed) * writer.block_size
     effects = writer.offered(0, remote[: len(borrowed)])
-    for layer in range(writer.num_layers):
+    for layer in writer.layers:
         effects += writer.saved(layer, tokens, tokens, borrowed)
     return [*effects, *writer.ended(ok=True)]
 

@@ -20,8 +20,8 @@ from transfer.channel.writing import Reader, Writing, job_of, objection, objecti
 from transfer.control import messages as control
 from transfer.control.endpoint import Endpoint
 from transfer.control.handoff import SendFailed, SendLanded, Write, Writer, WriterEffect, WriterState
-from transfer.memory.heads import readers
 from transfer.memory.layout import KVLayout
+from transfer.memory.partition import Partition, readers
 from transfer.memory.plane import Plane
 
 Reading = tuple[Key, int]  # one decode worker's part of a handoff: key and rank
@@ -44,7 +44,7 @@ class PrefillSide:
         limits: Limits,
         timings: Timings = TIMINGS,
     ) -> None:
-        self._layout, self._endpoint, self._outbox = layout, endpoint, outbox
+        self._layout, self._partition, self._endpoint, self._outbox = layout, layout.partition, endpoint, outbox
         self._timeout_s, self._trace, self._offer_grace_s = timeout_s, trace, timings.offer_grace_s
         self._handoffs: dict[Key, Writing] = {}
         self._gone: OrderedDict[Reading, str] = OrderedDict()
@@ -94,10 +94,11 @@ class PrefillSide:
             writing = self._open(chunk.key)
             writing.request_id = chunk.request_id
             for rank in self._readers(chunk.peers):
-                effects = self._reader(chunk.key, rank).machine.saved(layer, chunk.computed, chunk.prompt, chunk.blocks)
+                machine = self._reader(chunk.key, rank, chunk.peers).machine
+                effects = machine.saved(layer, chunk.computed, chunk.prompt, chunk.blocks)
                 self._carry_out(chunk.key, rank, effects)
 
-    def is_answered(self, key: Key, peers: int) -> bool:
+    def is_answered(self, key: Key, peers: Partition) -> bool:
         """Whether decode has offered its blocks, or the handoff is over already. Any thread may ask."""
         writing = self._handoffs.get(key)
         for rank in self._readers(peers):
@@ -106,12 +107,12 @@ class PrefillSide:
                 return False
         return True
 
-    def ended(self, key: Key, request_id: str | None, ok: bool, peers: int) -> None:
+    def ended(self, key: Key, request_id: str | None, ok: bool, peers: Partition) -> None:
         self._catch_up(wait=True)  # the engine has the step's result, so its layers are computed
         writing = self._open(key)
         writing.request_id = request_id
         ranks = self._readers(peers)
-        if any(self._reader(key, rank).peer is None for rank in ranks):  # decode also had the prefill's time to offer
+        if any(self._reader(key, rank, peers).peer is None for rank in ranks):  # decode had the prefill's time, too
             writing.deadline = min(writing.deadline, time.monotonic() + self._offer_grace_s)
         for rank, reader in writing.readers.items():  # a worker of another rank has offered for nothing
             self._carry_out(key, rank, reader.machine.ended(ok and rank in ranks))
@@ -158,7 +159,7 @@ class PrefillSide:
             self._outbox.counts["messages_refused"] += 1
             self.cancelled(sender, control.Cancel(*key, rank, reason))  # for good, even if the offer is repeated
         else:
-            writing, reader = self._open(key), self._reader(key, rank)
+            writing, reader = self._open(key), self._reader(key, rank, theirs.partition)
             if reader.peer is None:
                 reader.peer = sender
                 writing.deadline = time.monotonic() + min(offer.timeout_s, self._timeout_s)
@@ -178,7 +179,7 @@ class PrefillSide:
             self._outbox.alarm()
             self._endpoint.send(sender, control.Failed(*key, cancel.reason))
         else:
-            reader = self._reader(key, rank)
+            reader = self._reader(key, rank, theirs.partition)
             reader.peer = sender
             self._carry_out(key, rank, reader.machine.stop(cancel.reason))
             if reader.machine.state is WriterState.LANDED:  # the first answer may have been lost
@@ -202,7 +203,7 @@ class PrefillSide:
         borrowed = () if reason else self.library.borrow(fetch.hashes)
         self._endpoint.send(sender, answer(fetch, borrowed, reason))
         if borrowed:
-            writing, reader = self._open(key), self._reader(key, rank)
+            writing, reader = self._open(key), self._reader(key, rank, theirs.partition)
             writing.deadline = time.monotonic() + min(fetch.timeout_s, self._timeout_s)
             reader.borrowed, reader.peer = borrowed, sender
             self._carry_out(key, rank, lend(reader.machine, borrowed, fetch.blocks))
@@ -232,20 +233,19 @@ class PrefillSide:
 
     # ---- effects
 
-    def _readers(self, peers: int) -> list[int]:
-        layout = self._layout
-        return readers(layout.rank, layout.workers, peers, layout.total_heads)
+    def _readers(self, peers: Partition) -> tuple[int, ...]:
+        return readers(self._layout.rank, self._partition, peers, self._layout.total_heads)
 
     def _open(self, key: Key) -> Writing:
         if key not in self._handoffs:
             self._handoffs[key] = Writing(time.monotonic() + self._timeout_s)
         return self._handoffs[key]
 
-    def _reader(self, key: Key, rank: int) -> Reader:
+    def _reader(self, key: Key, rank: int, peers: Partition) -> Reader:
         """One decode worker's part of a handoff. A part that was cancelled before it began is stopped at once."""
         known = self._handoffs[key].readers
         if rank not in known:
-            known[rank] = Reader(Writer(self._layout.num_layers, self._layout.block_size))
+            known[rank] = Reader(Writer(self._layout.shared_layers(peers, rank), self._layout.block_size))
             if (key, rank) in self._gone:
                 self._carry_out(key, rank, known[rank].machine.stop(self._gone[key, rank]))
         return known[rank]

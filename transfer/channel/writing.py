@@ -9,8 +9,8 @@ from transfer.channel.outbox import Key
 from transfer.channel.pacing import Job
 from transfer.control.handoff import Write, Writer, WriterState
 from transfer.control.messages import Fetch, Offer
-from transfer.memory.heads import sources
 from transfer.memory.layout import KVLayout
+from transfer.memory.partition import sources
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender:
     """
     if rank != theirs.rank:
         return "a message in another worker's name"
-    if ours.rank not in sources(rank, theirs.workers, ours.workers, ours.total_heads):
+    if ours.rank not in sources(rank, theirs.partition, ours.partition, ours.total_heads):
         return "this worker's heads are not ours to write"
     if writing is None:
         return None
@@ -63,6 +63,8 @@ def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender:
         return "the prefill is for a replica of fewer workers"
     if reader is not None and reader.peer not in (None, sender):
         return "another worker has offered its blocks"
+    if reader is not None and reader.machine.layers != ours.shared_layers(theirs.partition, rank):
+        return "the worker has other layers than its endpoint says"
     return None
 
 

@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transfer.control.messages import MAX_BYTES, AnyMessage, Seal
 from transfer.control.seal import BadMessage
+from transfer.memory.partition import address_of
 
 MAX_SOCKETS = 60_000  # a connection takes three, so ZeroMQ's own limit of 1023 would allow only 341 peers
 TAKE_AT_ONCE = 1000  # messages taken from one connection before the others have their turn
@@ -111,7 +112,7 @@ class Endpoint:
             socket.setsockopt(option, value)
         monitor = socket.get_monitor_socket(_GONE)
         try:
-            socket.connect(address)
+            socket.connect(address_of(address))
         except zmq.ZMQError:
             socket.disable_monitor()
             socket.close(0)

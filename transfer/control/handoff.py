@@ -148,28 +148,29 @@ WriterEffect = Write | SendLanded | SendFailed | Released
 
 @dataclass(slots=True)
 class Writer:
-    """The prefill side of one handoff over `num_layers` layers of blocks of `block_size` tokens.
+    """The prefill side of one handoff: of these layers, in blocks of `block_size` tokens.
 
-    Computed layers and offered blocks arrive in any order. A layer's blocks are written once both are known.
+    `layers`: those that both workers have, as the model numbers them. Computed layers and offered blocks arrive in any
+    order. A layer's blocks are written once both are known.
     """
 
-    num_layers: int
+    layers: range
     block_size: int
     state: WriterState = WriterState.OPEN
     first_block: int = 0
     remote: tuple[int, ...] | None = None
     local: tuple[int, ...] = ()
     prompt: int = 0
-    computed: list[int] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
+    computed: dict[int, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
     in_flight: int = 0
     source_over: bool = False
     released: bool = False
     reason: str = ""
 
     def __post_init__(self) -> None:
-        self.computed = [0] * self.num_layers
-        self.written = [0] * self.num_layers
+        self.computed = dict.fromkeys(self.layers, 0)
+        self.written = dict.fromkeys(self.layers, 0)
 
     def offered(self, first_block: int, remote: Sequence[int]) -> list[WriterEffect]:
         """Decode offers its blocks `remote` for the prompt's blocks from `first_block` on."""
@@ -178,15 +179,18 @@ class Writer:
         if self.state is not WriterState.OPEN:
             return [SendFailed(self.reason or "the prefill is over")]
         self.first_block, self.remote = first_block, tuple(remote)
-        self.written = [first_block] * self.num_layers
-        writes = [write for layer in range(self.num_layers) for write in self._writes(layer)]
+        self.written = dict.fromkeys(self.layers, first_block)
+        writes = [write for layer in self.layers for write in self._writes(layer)]
         return [*writes, *self._settle()]
 
     def saved(self, layer: int, computed: int, prompt: int, local: Sequence[int]) -> list[WriterEffect]:
-        """A layer's KV of the first `computed` of `prompt` tokens is now in this worker's blocks `local`."""
+        """A layer's KV of the first `computed` of `prompt` tokens is now in this worker's blocks `local`.
+
+        A layer that is not one of this handoff's changes nothing.
+        """
         if self.source_over:
             raise IllegalEvent("a layer was saved after the prefill had ended")
-        if self.state is not WriterState.OPEN:
+        if self.state is not WriterState.OPEN or layer not in self.layers:
             return []
         self.prompt, self.local = prompt, tuple(local)
         self.computed[layer] = computed
@@ -199,7 +203,7 @@ class Writer:
         """
         if self.source_over:
             raise IllegalEvent("a prefill was preempted after it had ended")
-        self.computed = [0] * self.num_layers
+        self.computed = dict.fromkeys(self.layers, 0)
         self.in_flight -= len(unposted)
         for write in unposted:
             self.written[write.layer] = min(self.written[write.layer], write.begin)
@@ -244,8 +248,8 @@ class Writer:
 
     @property
     def is_computed(self) -> bool:
-        """Whether every layer of the whole prompt is computed: its prefill is over."""
-        return bool(self.prompt) and min(self.computed) >= self.prompt
+        """Whether each of its layers is computed for the whole prompt: its prefill is over."""
+        return bool(self.prompt) and min(self.computed.values()) >= self.prompt
 
     def _fence(self, reason: str) -> None:
         self.state, self.reason = WriterState.FENCING, reason
@@ -284,4 +288,4 @@ class Writer:
         if self.remote is None or not self.prompt:
             return False
         total = blocks_for(self.prompt, self.block_size)
-        return all(done >= total for done in self.written)
+        return all(done >= total for done in self.written.values())

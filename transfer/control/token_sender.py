@@ -9,6 +9,7 @@ from collections.abc import Collection
 import zmq
 
 from transfer.control.messages import FirstToken, Seal
+from transfer.memory.partition import address_of
 
 logger = logging.getLogger("baton.transfer")
 
@@ -60,7 +61,7 @@ class TokenSender:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         try:
-            socket.connect(address)
+            socket.connect(address_of(address))
         except zmq.ZMQError:
             socket.close()
             raise

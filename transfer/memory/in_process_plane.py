@@ -58,9 +58,8 @@ class InProcessPlane:
                 return WriteState.FAILED
             for here, there in zip(local, remote, strict=True):
                 for region in range(ours.regions_per_layer):
-                    which = layer * ours.regions_per_layer + region
-                    target = theirs.bases[which] + there * theirs.block_bytes + skip_there
-                    ctypes.memmove(target, ours.bases[which] + here * ours.block_bytes + skip, length)
+                    target = theirs.address(layer, there, region) + skip_there
+                    ctypes.memmove(target, ours.address(layer, here, region) + skip, length)
         return WriteState.DONE
 
     def check(self, handle: WriteState) -> WriteState:

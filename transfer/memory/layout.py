@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transfer.memory.heads import head_range
+from transfer.memory.partition import Partition, overlap
 
 MAX_WORKERS = 1 << 16  # also the maximum number of heads
 MAX_INDEX = (1 << 31) - 1  # a data plane numbers its descriptors with 32 bits
@@ -20,6 +21,8 @@ class KVLayout:
     block lie together, two when they lie apart. `block_size` is in tokens. `facts` name everything else that must
     agree (model, weights, dtype, versions). The worker is number `rank` of the `workers` of its replica. It holds its
     share of the model's `total_heads` KV heads. `heads_first`: inside a block the heads lie one after the other.
+    `stages`: the number of the model's layers in each pipeline stage of the replica, and this worker has those of its
+    own stage; empty: every worker has all layers. Layers are numbered as in the model.
     """
 
     num_layers: int
@@ -35,6 +38,7 @@ class KVLayout:
     workers: int = 1
     total_heads: int = 1
     heads_first: bool = True
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_range()
@@ -53,15 +57,42 @@ class KVLayout:
             raise ValueError("a count that cannot be")
         if not (0 <= self.rank < self.workers and 0 <= self.device_id < MAX_INDEX):
             raise ValueError(f"worker {self.rank} of {self.workers} on device {self.device_id}")
+        self._check_stages()
         if self.num_layers * self.regions_per_layer * self.num_blocks > MAX_INDEX:
             raise ValueError(f"more than {MAX_INDEX} blocks in all regions")
         if any(not 0 <= base <= MAX_ADDRESS - self.num_blocks * self.block_bytes for base in self.bases):
             raise ValueError("a region outside the address space")
 
+    def _check_stages(self) -> None:
+        """Raise ValueError for stages that the workers cannot have, or a number of layers that is not the stage's."""
+        if not self.stages:
+            return
+        if self.workers % len(self.stages) or min(self.stages) < 1 or sum(self.stages) > MAX_INDEX:
+            raise ValueError(f"stages of {self.stages} layers for {self.workers} workers")
+        if len(self.layers) != self.num_layers:
+            raise ValueError(f"{self.num_layers} layers in worker {self.rank} of stages of {self.stages} layers")
+
+    @property
+    def partition(self) -> Partition:
+        """How the workers of the replica split its KV."""
+        return Partition(self.workers // max(1, len(self.stages)), self.stages)
+
+    @property
+    def layers(self) -> range:
+        """The layers that this worker has, as the model numbers them."""
+        own = self.partition.layers(self.rank)
+        return range(self.num_layers) if own is None else own
+
+    @property
+    def total_layers(self) -> int:
+        """The model's layers."""
+        return sum(self.stages) if self.stages else self.num_layers
+
     @property
     def heads(self) -> range:
         """The KV heads that this worker holds."""
-        return head_range(self.rank, self.workers, self.total_heads)
+        tensor = self.partition.tensor
+        return head_range(self.rank % tensor, tensor, self.total_heads)
 
     @property
     def head_bytes(self) -> int:
@@ -74,19 +105,29 @@ class KVLayout:
         return self.block_bytes * self.regions_per_layer
 
     def kv_bytes(self, blocks: int) -> int:
-        """Bytes of `blocks` blocks in all layers."""
+        """Bytes of `blocks` blocks in all of this worker's layers."""
         return blocks * self.num_layers * self.layer_block_bytes
 
     def index(self, layer: int, block: int, region: int = 0) -> int:
-        """The position of a block in the list of all blocks of all regions."""
-        return (layer * self.regions_per_layer + region) * self.num_blocks + block
+        """The position of a block in the list of all blocks of all regions. `layer`: as the model numbers them."""
+        return ((layer - self.layers.start) * self.regions_per_layer + region) * self.num_blocks + block
+
+    def address(self, layer: int, block: int, region: int = 0) -> int:
+        """Where a block of a region of a layer begins."""
+        which = (layer - self.layers.start) * self.regions_per_layer + region
+        return self.bases[which] + block * self.block_bytes
 
     def window(self, other: KVLayout) -> tuple[int, int]:
         """Offset and length of the heads that `other` holds as well, in bytes inside each of this layout's blocks."""
-        begin, end = _shared(self, other)
+        begin, end = _shared_heads(self, other)
         if len(self.heads) == end - begin:
             return 0, self.block_bytes
         return (begin - self.heads.start) * self.head_bytes, (end - begin) * self.head_bytes
+
+    def shared_layers(self, other: Partition, rank: int) -> range:
+        """The layers that worker `rank` of a replica of this partition has as well."""
+        theirs = other.layers(rank)
+        return self.layers if theirs is None else overlap(self.layers, theirs) or range(0)
 
 
 def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
@@ -95,10 +136,12 @@ def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
         mine, other = ours.facts.get(name), theirs.facts.get(name)
         if mine != other:
             return f"{name} differs: {mine!r} here, {other!r} there"
-    for name in ("num_layers", "regions_per_layer", "block_size", "total_heads", "head_bytes"):
+    for name in ("total_layers", "regions_per_layer", "block_size", "total_heads", "head_bytes"):
         if getattr(ours, name) != getattr(theirs, name):
             return f"{name} differs: {getattr(ours, name)!r} here, {getattr(theirs, name)!r} there"
-    begin, end = _shared(ours, theirs)
+    if not ours.shared_layers(theirs.partition, theirs.rank):
+        return f"no layers in common: {ours.layers} here, {theirs.layers} there"
+    begin, end = _shared_heads(ours, theirs)
     if begin >= end:
         return f"no heads in common: {ours.heads} here, {theirs.heads} there"
     if ours.heads != theirs.heads and not (ours.heads_first and theirs.heads_first):
@@ -106,5 +149,5 @@ def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
     return None
 
 
-def _shared(ours: KVLayout, theirs: KVLayout) -> tuple[int, int]:
+def _shared_heads(ours: KVLayout, theirs: KVLayout) -> tuple[int, int]:
     return max(ours.heads.start, theirs.heads.start), min(ours.heads.stop, theirs.heads.stop)

@@ -44,7 +44,7 @@ class Plane(Protocol):
     def write(self, agent: str, layer: int, local: Sequence[int], remote: Sequence[int]) -> Any:
         """Begin copying the shared heads of blocks `local` of a layer into the peer's blocks `remote`.
 
-        Raises PlaneError.
+        `layer`: as the model numbers them; both sides have it. Raises PlaneError.
         """
 
     def check(self, handle: Any) -> WriteState:

@@ -16,6 +16,7 @@ from transfer.channel.layers import Chunk
 from transfer.control.messages import FirstToken, Seal
 from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
+from transfer.memory.partition import partition_of
 from transfer.vllm.cached_blocks import CachedBlocks, take_ascending
 from transfer.vllm.continued_answer import AnsweredRequests, answered
 from transfer.vllm.fenced_blocks import FencedBlocks
@@ -128,7 +129,7 @@ class SchedulerSide:
     def _awaits_offer(self, request: Request, part: Part) -> bool:
         """Decode allocates before prefill computes. Other requests go ahead meanwhile, and no step waits."""
         channel = self._channel()
-        if channel is None or channel.is_answered(part.key, len(part.peers)):
+        if channel is None or channel.is_answered(part.key, partition_of(part.peers)):
             return False
         return time.monotonic() < self._offer_due.setdefault(request.request_id, time.monotonic() + OFFER_WAIT_S)
 
@@ -181,7 +182,7 @@ class SchedulerSide:
             min(request.num_computed_tokens + scheduled_tokens, total),
             total,
             tuple(self._manager.get_block_ids(request.request_id)[0]),
-            len(part.peers),
+            partition_of(part.peers),
         )
 
     def _sleep(self) -> None:
@@ -237,7 +238,7 @@ class SchedulerSide:
         is_whole = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if is_whole:
             self._tokens.send(part.peers[0], FirstToken(*part.key, request.output_token_ids[-1]))
-        self._pending.ended.append((part.key, held, is_whole, len(part.peers)))
+        self._pending.ended.append((part.key, held, is_whole, partition_of(part.peers)))
 
     def take(self, output: KVConnectorOutput) -> None:
         """What the workers report after a step."""

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from transfer.channel.layers import Chunk
 from transfer.channel.outbox import Key
+from transfer.memory.partition import Partition
 
 
 @dataclass(slots=True)
@@ -47,15 +48,15 @@ class Loading:
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler side to the workers.
 
-    `ended`: key, request id (None: vLLM does not wait for its blocks), whether the whole prompt was computed, and the
-    number of decode's workers. `cancels`: key and reason, of handoffs to this replica and of its fetches. `unoffered`:
-    requests that ended before their blocks were offered: key and prefill's workers. `library`: where a worker in
-    another process asks what it may lend, and the secret; in the first step alone. `kept`: the prompts whose blocks
-    such a worker stores in its tiers, by their names.
+    `ended`: key, request id (None: vLLM does not wait for its blocks), whether the whole prompt was computed, and how
+    decode's workers split its KV. `cancels`: key and reason, of handoffs to this replica and of its fetches.
+    `unoffered`: requests that ended before their blocks were offered: key and prefill's workers. `library`: where a
+    worker in another process asks what it may lend, and the secret; in the first step alone. `kept`: the
+    prompts whose blocks such a worker stores in its tiers, by their names.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
-    ended: list[tuple[Key, str | None, bool, int]] = field(default_factory=list)
+    ended: list[tuple[Key, str | None, bool, Partition]] = field(default_factory=list)
     offers: list[Offering] = field(default_factory=list)
     cancels: list[tuple[Key, str]] = field(default_factory=list)
     unoffered: list[tuple[Key, list[str]]] = field(default_factory=list)

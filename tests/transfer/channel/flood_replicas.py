@@ -99,8 +99,10 @@ class Replica:
             assert (side.memory[:, :, blocks] == FREE).all(), "a block was written after it had been given back"
 
     def parts(self, whole: np.ndarray) -> list[np.ndarray]:
-        """Of whole blocks, what each worker holds: its heads."""
-        return np.split(whole, len(self.sides), axis=-1)
+        """Of whole blocks, what each worker holds: its heads of its layers."""
+        tensor = self.sides[0].layout.partition.tensor
+        heads = np.split(whole, tensor, axis=-1)
+        return [heads[rank % tensor][list(side.layout.layers)] for rank, side in enumerate(self.sides)]
 
     def fill(self, blocks: list[int], whole: np.ndarray) -> None:
         for side, part in zip(self.sides, self.parts(whole), strict=True):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.transfer.channel.wire_peer import Peer, prefill_all
 from transfer.control.messages import Cancel, Failed, Fetch, Found
+from transfer.memory.partition import Partition
 
 FETCH, HANDOFF = ("fetched", 1), ("session", 1)
 HELD, TARGET = [5, 6, 9], [20, 3, 4]
@@ -248,13 +249,34 @@ def test_each_worker_fetches_its_heads(make_side: Callable[..., Any], has: int) 
         assert shelf.is_whole
 
 
-@pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
-def test_replicas_of_unlike_tensor_parallelism_fetch_from_each_other(
-    make_side: Callable[..., Any], workers: tuple[int, int]
+def whole_of(sides: list[Any], blocks: Sequence[int]) -> np.ndarray:
+    """The bytes of some blocks of a replica: of all layers and heads."""
+    tensor = sides[0].layout.partition.tensor
+    stages = [sides[begin : begin + tensor] for begin in range(0, len(sides), tensor)]
+    return np.concatenate([np.concatenate([s.memory[:, :, blocks] for s in stage], axis=-1) for stage in stages])
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        (Partition(), Partition(2)),
+        (Partition(2), Partition()),
+        (Partition(), Partition(1, (1, 2))),
+        (Partition(1, (1, 2)), Partition()),
+        (Partition(1, (1, 2)), Partition(1, (2, 1))),
+        (Partition(2, (1, 2)), Partition(1, (2, 1))),
+    ],
+    ids=str,
+)
+def test_replicas_of_other_partitions_fetch_from_each_other(
+    make_side: Callable[..., Any], partitions: tuple[Partition, Partition]
 ) -> None:
     sources, targets = (
-        [make_side(f"{kind} {rank}", rank=rank, workers=count, total_heads=2) for rank in range(count)]
-        for kind, count in zip(("source", "target"), workers, strict=True)
+        [
+            make_side(f"{kind} {rank}", rank=rank, workers=partition.workers, stages=partition.stages, total_heads=2)
+            for rank in range(partition.workers)
+        ]
+        for kind, partition in zip(("source", "target"), partitions, strict=True)
     )
     shelves = [Shelf(*HELD) for _ in sources]
     draw = np.random.default_rng(1)
@@ -266,9 +288,21 @@ def test_replicas_of_unlike_tensor_parallelism_fetch_from_each_other(
         target.channel.fetch(FETCH, "r", addresses, TARGET, names, 60.0)
     for target in targets:
         assert target.wait("fetched", "r") == len(HELD)
-    came = np.concatenate([target.memory[:, :, TARGET] for target in targets], axis=-1)
-    held = np.concatenate([source.memory[:, :, HELD] for source in sources], axis=-1)
-    assert np.array_equal(came, held)
+    assert np.array_equal(whole_of(targets, TARGET), whole_of(sources, HELD))
+    for source in sources:
+        source.wait_idle()
+    assert all(shelf.is_whole for shelf in shelves)
+
+
+def test_what_one_stage_lacks_is_not_here(make_side: Callable[..., Any]) -> None:
+    """A block is of use with all of its layers only."""
+    sources = [make_side(f"source {rank}", rank=rank, workers=2, stages=(1, 2)) for rank in range(2)]
+    target, shelves = make_side("target"), [Shelf(*HELD), Shelf(*HELD[:1])]
+    for source, shelf in zip(sources, shelves, strict=True):
+        source.channel.lend(shelf)
+    names = [name(block) for block in HELD]
+    target.channel.fetch(FETCH, "r", [source.channel.address for source in sources], TARGET, names, 60.0)
+    assert target.wait("fetched", "r") == 1
     for source in sources:
         source.wait_idle()
     assert all(shelf.is_whole for shelf in shelves)

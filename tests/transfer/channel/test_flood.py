@@ -19,6 +19,7 @@ from transfer.channel.outbox import Key
 from transfer.control.messages import FirstToken
 from transfer.control.token_sender import TokenSender
 from transfer.memory.blocks import blocks_for
+from transfer.memory.partition import Partition
 
 LONGEST = 9  # blocks of a prompt
 
@@ -49,9 +50,11 @@ class Handoff:
 class Flood:
     """Handoffs between one prefill and one decode replica at a time; either is sometimes replaced by a new one."""
 
-    def __init__(self, make_side: Callable[..., Any], seed: int, block_size: int, prefills: int, decodes: int) -> None:
+    def __init__(
+        self, make_side: Callable[..., Any], seed: int, block_size: int, prefill: Partition, decode: Partition
+    ) -> None:
         self.random, self.make_side, self.block_size = random.Random(seed), make_side, block_size
-        self.sizes = {"prefill": prefills, "decode": decodes}
+        self.partitions = {"prefill": prefill, "decode": decode}
         self.prefill, self.decode = self.replica("prefill"), self.replica("decode")
         self.sender = TokenSender(self.decode.sides[0].seal)
         self.active: list[Handoff] = []
@@ -66,10 +69,11 @@ class Flood:
                 timeout_s=2.0,
                 block_size=self.block_size,
                 rank=rank,
-                workers=self.sizes[role],
+                workers=self.partitions[role].workers,
+                stages=self.partitions[role].stages,
                 total_heads=TOTAL_HEADS,
             )
-            for rank in range(self.sizes[role])
+            for rank in range(self.partitions[role].workers)
         ]
         return Replica(sides, self.random)
 
@@ -130,11 +134,11 @@ class Flood:
             is_next = other is not handoff and other.prefill is handoff.prefill and other.events[:1]
             if is_next and is_next[0][0] == "save" and self.random.random() < 0.3:
                 batch[other.name] = (other, other.events.pop(0)[1])
-        workers = self.sizes["decode"]
-        chunks = [Chunk(h.key, h.name, cut, h.prompt, tuple(h.source), workers) for h, cut in batch.values()]
+        partition = self.partitions["decode"]
+        chunks = [Chunk(h.key, h.name, cut, h.prompt, tuple(h.source), partition) for h, cut in batch.values()]
         for side in handoff.prefill.sides:
             side.channel.begin_step(chunks)
-            for layer in range(side.layers):
+            for layer in side.layout.layers:
                 side.channel.layer_saved(layer)
             side.channel.end_step()
 
@@ -152,7 +156,7 @@ class Flood:
 
     def end(self, handoff: Handoff, is_ok: int) -> None:
         for side in handoff.prefill.sides:
-            side.channel.ended(handoff.key, handoff.name, bool(is_ok), self.sizes["decode"])
+            side.channel.ended(handoff.key, handoff.name, bool(is_ok), self.partitions["decode"])
 
     def offer(self, handoff: Handoff, _: int) -> None:
         for rank, side in enumerate(handoff.decode.sides):
@@ -244,26 +248,31 @@ class Flood:
                 assert np.array_equal(side.memory, memory), "memory of a closed channel was written"
 
 
-# seed, tokens a block, workers of prefill and of decode, handoffs
+# seed, tokens a block, how prefill and decode split the KV, handoffs
 SHARDS = [
-    (1, 1, 1, 1, 1500),
-    (2, 2, 1, 1, 1500),
-    (3, 3, 1, 1, 1500),
-    (4, 4, 1, 1, 1500),
-    (5, 7, 1, 1, 1500),
-    (6, 16, 1, 1, 1500),
-    (7, 4, 1, 2, 400),
-    (8, 8, 2, 1, 400),
-    (9, 4, 2, 4, 200),
+    (1, 1, Partition(), Partition(), 1500),
+    (2, 2, Partition(), Partition(), 1500),
+    (3, 3, Partition(), Partition(), 1500),
+    (4, 4, Partition(), Partition(), 1500),
+    (5, 7, Partition(), Partition(), 1500),
+    (6, 16, Partition(), Partition(), 1500),
+    (7, 4, Partition(), Partition(2), 400),
+    (8, 8, Partition(2), Partition(), 400),
+    (9, 4, Partition(2), Partition(4), 200),
+    (10, 4, Partition(), Partition(1, (1, 2)), 400),
+    (11, 8, Partition(1, (2, 1)), Partition(), 400),
+    (12, 4, Partition(1, (1, 1, 1)), Partition(1, (1, 2)), 400),
+    (13, 4, Partition(2, (2, 1)), Partition(1, (1, 2)), 200),
+    (14, 4, Partition(4), Partition(2, (2, 1)), 200),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "block_size", "prefills", "decodes", "handoffs"), SHARDS)
+@pytest.mark.parametrize(("seed", "block_size", "prefill", "decode", "handoffs"), SHARDS, ids=str)
 def test_no_byte_is_wrong_and_no_block_is_lost(
-    make_side: Callable[..., Any], seed: int, block_size: int, prefills: int, decodes: int, handoffs: int
+    make_side: Callable[..., Any], seed: int, block_size: int, prefill: Partition, decode: Partition, handoffs: int
 ) -> None:
-    flood = Flood(make_side, seed, block_size, prefills, decodes)
+    flood = Flood(make_side, seed, block_size, prefill, decode)
     try:
         flood.run(handoffs, at_once=16, replace_every=97)
     finally:

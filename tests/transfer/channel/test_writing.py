@@ -16,7 +16,7 @@ PEER, OTHER = b"peer", b"other"
 
 
 def reader(peer: bytes | None = PEER, blocks: tuple[int, ...] = ()) -> Reader:
-    made = Reader(Writer(1, 16), peer)
+    made = Reader(Writer(range(1), 16), peer)
     if blocks:
         made.machine.offered(0, blocks)
     return made

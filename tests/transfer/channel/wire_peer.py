@@ -32,7 +32,8 @@ class Peer:
     seal = Seal(SECRET)
 
     def __init__(self, address: str, like: KVLayout, **unlike: Any) -> None:
-        regions, block_bytes = len(like.bases), unlike.get("block_bytes", like.block_bytes)
+        regions = unlike.get("num_layers", like.num_layers) * like.regions_per_layer
+        block_bytes = unlike.get("block_bytes", like.block_bytes)
         size = regions * like.num_blocks * block_bytes
         self.memory = np.zeros(GUARD + size + GUARD, dtype=np.uint8)
         base = int(self.memory.ctypes.data) + GUARD
@@ -77,11 +78,11 @@ def offer(key: tuple[str, int] = KEY, rank: int = 0, blocks: tuple[int, ...] = (
     return Offer(*key, rank, 0, list(blocks), timeout_s)
 
 
-def prefill_all(prefill: Any, key: tuple[str, int] = KEY, request_id: str = "p", peers: int = 1) -> None:
+def prefill_all(prefill: Any, key: tuple[str, int] = KEY, request_id: str = "p") -> None:
     """Compute a prompt of two blocks and end it."""
     prefill.fill([5, 6], 1)
     prefill.save(key, request_id, 8, 8, [5, 6])
-    prefill.channel.ended(key, request_id, True, peers)
+    prefill.channel.ended(key, request_id, True)
 
 
 class FakePrefill:

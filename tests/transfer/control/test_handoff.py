@@ -15,6 +15,7 @@ from transfer.control.handoff import (
     ReceiverState,
     SendCancel,
     SendFailed,
+    SendLanded,
     Write,
     Writer,
     WriterState,
@@ -72,7 +73,7 @@ def test_a_receiver_that_is_done_ignores_the_late() -> None:
 
 
 def writer() -> Writer:
-    return Writer(LAYERS, BLOCK)
+    return Writer(range(LAYERS), BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,19 @@ def test_what_was_computed_before_the_offer_goes_with_it() -> None:
     machine.saved(0, 6, 6, [1, 2])
     machine.saved(1, 4, 6, [1, 2])
     assert machine.offered(0, [10, 11]) == [Write(0, 0, (1, 2), (10, 11)), Write(1, 0, (1,), (10,))]
+
+
+def test_only_the_layers_that_decode_wants_are_written() -> None:
+    """Layers are numbered as in the model, and the worker has more of them."""
+    machine = Writer(range(3, 5), BLOCK)
+    machine.offered(0, [10])
+    assert machine.saved(2, 4, 4, [1]) == []
+    assert machine.saved(3, 4, 4, [1]) == [Write(3, 0, (1,), (10,))]
+    assert machine.saved(4, 4, 4, [1]) == [Write(4, 0, (1,), (10,))]
+    assert machine.saved(5, 4, 4, [1]) == []
+    assert machine.is_computed
+    assert machine.write_done(True) == []
+    assert machine.write_done(True) == [SendLanded()]
 
 
 def test_cached_blocks_of_decode_are_not_written() -> None:

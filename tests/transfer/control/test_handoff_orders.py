@@ -17,7 +17,7 @@ class WriterOrders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.machine = Writer(LAYERS, BLOCK)
+        self.machine = Writer(range(LAYERS), BLOCK)
         self.first = self.layer = self.computed = 0
         self.prompt = 10
         self.blocks = blocks_for(self.prompt, BLOCK)

@@ -31,7 +31,7 @@ class Pair(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.writer, self.receiver = Writer(LAYERS, BLOCK), Receiver()
+        self.writer, self.receiver = Writer(range(LAYERS), BLOCK), Receiver()
         self.to_prefill: deque[str] = deque(["offer"])
         self.to_decode: deque[SendLanded | SendFailed] = deque()
         self.saves = [(layer, computed) for computed in (5, PROMPT) for layer in range(LAYERS)]

@@ -37,6 +37,13 @@ def test_a_token_sender_forgets_the_worker_that_it_sent_to_longest_ago(
     assert len(sender._context._sockets) == 3
 
 
+def test_a_token_goes_to_a_worker_whose_endpoint_tells_its_layers(
+    sender: TokenSender, inbox: zmq.Socket[bytes]
+) -> None:
+    sender.send(f"{addresses(inbox, 1)[0]}#layers=0:15", FirstToken("s", 1, 7))
+    assert SEAL.unpack(inbox.recv_multipart()[-1]) == FirstToken("s", 1, 7)
+
+
 def test_connections_to_workers_that_are_no_more_are_closed(
     sender: TokenSender, inbox: zmq.Socket[bytes], no_leaks: None
 ) -> None:

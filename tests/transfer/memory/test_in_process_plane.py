@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,23 @@ LAYERS, REGIONS, BLOCKS, HEAD_BYTES, HEADS = 2, 2, 4, 8, 2
 
 
 class Worker:
-    def __init__(self, name: str, rank: int = 0, workers: int = 1) -> None:
-        block_bytes = HEAD_BYTES * HEADS // workers
-        self.memory = np.zeros((LAYERS, REGIONS, BLOCKS, block_bytes), dtype=np.uint8)
+    def __init__(self, name: str, rank: int = 0, workers: int = 1, stages: tuple[int, ...] = ()) -> None:
+        block_bytes = HEAD_BYTES * HEADS // (workers // max(1, len(stages)))
+        layers = stages[rank] if stages else LAYERS
+        self.memory = np.zeros((layers, REGIONS, BLOCKS, block_bytes), dtype=np.uint8)
         base, region = int(self.memory.ctypes.data), BLOCKS * block_bytes
-        bases = tuple(base + index * region for index in range(LAYERS * REGIONS))
+        bases = tuple(base + index * region for index in range(layers * REGIONS))
         self.layout = KVLayout(
-            LAYERS, REGIONS, BLOCKS, 4, block_bytes, bases, rank=rank, workers=workers, total_heads=HEADS
+            layers,
+            REGIONS,
+            BLOCKS,
+            4,
+            block_bytes,
+            bases,
+            rank=rank,
+            workers=workers,
+            total_heads=HEADS,
+            stages=stages,
         )
         self.plane = InProcessPlane(name)
         self.plane.register(self.layout)
@@ -35,7 +46,7 @@ class Worker:
 def make() -> Iterator[Callable[..., Worker]]:
     made: list[Worker] = []
 
-    def worker(name: str, **options: int) -> Worker:
+    def worker(name: str, **options: Any) -> Worker:
         made.append(Worker(name, **options))
         return made[-1]
 
@@ -68,6 +79,19 @@ def test_only_the_heads_in_common_are_copied(make: Callable[..., Worker], rank: 
     part.plane.write("whole", 0, [2], [3])
     assert np.array_equal(whole.memory[0, :, 3, mine], part.memory[0, :, 2])
     assert np.count_nonzero(whole.memory) == REGIONS * HEAD_BYTES
+
+
+def test_a_layer_goes_to_where_the_other_stage_has_it(make: Callable[..., Worker]) -> None:
+    whole, last = make("whole"), make("last", rank=1, workers=2, stages=(1, 1))
+    whole.memory[:] = np.random.default_rng(1).integers(1, 256, whole.memory.shape, dtype=np.uint8)
+    whole.connect(last)
+    whole.plane.write("last", 1, [1], [2])
+    assert np.array_equal(last.memory[0, :, 2], whole.memory[1, :, 1])
+    whole.memory[:] = 0
+    last.connect(whole)
+    last.plane.write("whole", 1, [2], [3])
+    assert np.array_equal(whole.memory[1, :, 3], last.memory[0, :, 2])
+    assert not whole.memory[0].any()
 
 
 def test_a_peer_in_another_process_or_with_other_memory_is_refused(make: Callable[..., Worker]) -> None:

@@ -21,6 +21,7 @@ _SET_BY_BATON = {
     "max_lora_rank",
     "max_loras",
     "model",
+    "worker_cls",
     "worker_extension_cls",
 }
 """vLLM arguments that `engine_args` may not hold."""
@@ -33,6 +34,12 @@ def check_pool(pool: PoolConfig) -> None:
     if pool.max_prompt_tokens is not None and pool.max_prompt_tokens < pool.min_prompt_tokens:
         raise ValueError(
             f"min_prompt_tokens {pool.min_prompt_tokens} is over max_prompt_tokens {pool.max_prompt_tokens}"
+        )
+    workers = pool.engine.workers if pool.engine.kind == "vllm" else 1
+    if workers > 1 and 0 < pool.resources.num_gpus < workers:
+        raise ValueError(
+            f"resources.num_gpus {pool.resources.num_gpus:g} is under the {workers} workers of the engine: "
+            "tensor_parallel_size times pipeline_parallel_size"
         )
 
 
@@ -95,6 +102,8 @@ def _check_engines(config: BatonConfig) -> None:
     for name, engine in vllm.items():
         _check_vllm(name, engine, config.model.max_model_len)
         _check_tiers(name, engine, config.channel.kind)
+        if engine.pipeline_parallel_size > 1 and config.channel.kind != "nixl":
+            raise ValueError(f"{name}: pipeline_parallel_size needs channel.kind nixl, not {config.channel.kind}")
     if config.channel.kind == "vllm" and vllm.keys() != engines.keys():
         raise ValueError("channel.kind vllm is vLLM's own connector: every pool's engine.kind must be vllm, not mock")
     dtypes = {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()}

@@ -68,6 +68,7 @@ UNITS = {
     "headroom": "share",
     "block_size": "tokens",
     "parallel_size": "workers",
+    "pipeline_parallel_size": "stages",
     "replicas": "replicas",
     "overcommit": "multiple",
     "admission_slack": "multiple",

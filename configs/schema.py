@@ -74,7 +74,9 @@ class VllmEngineConfig(Section):
     steps are shorter (`placement.prompt_share`). With `engine_args: {long_prefill_token_threshold: N}` vLLM sizes them:
     N tokens of one prompt at most, 0 for no bound."""
     tensor_parallel_size: int = Field(1, gt=0)
-    """Workers per replica. Pools may differ where the heads of a block lie one behind the other."""
+    """Workers per pipeline stage. Pools may differ where the heads of a block lie one behind the other."""
+    pipeline_parallel_size: int = Field(1, gt=0)
+    """Pipeline stages per replica, each with its share of the layers. Pools may differ. Needs `channel.kind: nixl`."""
     enforce_eager: bool = True
     """True: nothing is compiled. False: piecewise CUDA graphs on GPU; on CPU the first start compiles for minutes."""
     quantization: str | None = None
@@ -85,6 +87,11 @@ class VllmEngineConfig(Section):
     """OpenMP threads per worker on CPU."""
     engine_args: dict[str, Any] = Field({})
     """Any other of vLLM's `AsyncEngineArgs`. A key that Baton sets is refused."""
+
+    @property
+    def workers(self) -> int:
+        """Workers per replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class MockEngineConfig(Section):
@@ -120,7 +127,8 @@ class ResourcesConfig(Section):
     num_cpus: float = Field(1.0, ge=0)
     """Logical CPUs of a replica."""
     num_gpus: float = Field(0.0, ge=0)
-    """GPUs of a replica: at least `engine.tensor_parallel_size` on a GPU node."""
+    """GPUs of a replica. On a GPU node an engine of several workers (`tensor_parallel_size` times
+    `pipeline_parallel_size`) needs one for each."""
     accelerator_type: str | None = None
     """A Ray accelerator type, such as H100, A100 or L40S; null: any."""
     custom: dict[str, float] = Field({})

@@ -18,7 +18,16 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 from app.launch.config import LaunchError, load_config, model_of, with_surge
 from app.main import NO_LIMIT, build
 from configs.checks import bounds_of
-from configs.schema import BatonConfig, IngressConfig, ModelConfig, Section, role_of
+from configs.schema import (
+    BatonConfig,
+    IngressConfig,
+    ModelConfig,
+    PoolConfig,
+    ResourcesConfig,
+    Section,
+    VllmEngineConfig,
+    role_of,
+)
 from deployments.engine.build import environment
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -102,7 +111,7 @@ def test_workers_of_a_replica_get_their_gpus(path: Path) -> None:
     config = BatonConfig.model_validate(arguments(path))
     for name, pool in config.pools.items():
         if pool.resources.num_gpus:
-            assert pool.resources.num_gpus == getattr(pool.engine, "tensor_parallel_size", 1), name
+            assert pool.resources.num_gpus == getattr(pool.engine, "workers", 1), name
 
 
 def test_the_default_has_one_prefill_pool_and_two_unlike_decode_pools() -> None:
@@ -177,6 +186,7 @@ WRONG = [
             "kv_transfer_config",
             "max_model_len",
             "model",
+            "worker_cls",
             "worker_extension_cls",
         )
     ),
@@ -220,8 +230,27 @@ def test_a_block_size_is_a_power_of_two_in_every_pool() -> None:
         BatonConfig.model_validate(spoilt)
 
 
-def test_tensor_parallelism_may_differ() -> None:
-    BatonConfig.model_validate(changed("decode.main.engine.tensor_parallel_size", 2))
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_parallelism_may_differ(size: str) -> None:
+    BatonConfig.model_validate(changed(f"decode.main.engine.{size}", 2))
+
+
+def test_an_engine_has_a_gpu_for_every_worker() -> None:
+    sizes = VllmEngineConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert sizes.workers == 6
+    for gpus in (0, 6, 8):
+        PoolConfig(engine=sizes, resources=ResourcesConfig(num_gpus=gpus))
+    PoolConfig(engine=VllmEngineConfig(), resources=ResourcesConfig(num_gpus=0.5))
+    with pytest.raises(ValidationError, match=r"num_gpus 5 is under the 6 workers"):
+        PoolConfig(engine=sizes, resources=ResourcesConfig(num_gpus=5))
+
+
+def test_pipeline_stages_need_our_own_channel() -> None:
+    whole = changed("decode.main.engine.pipeline_parallel_size", 2)
+    with pytest.raises(
+        ValidationError, match=r"decode-main: pipeline_parallel_size needs channel\.kind nixl, not vllm"
+    ):
+        BatonConfig.model_validate(whole | {"channel": {"kind": "vllm"}})
 
 
 def test_vllms_own_connector_takes_no_mock() -> None:

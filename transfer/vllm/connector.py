@@ -51,8 +51,7 @@ class BatonConnector(KVConnectorBase_V1):
         extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
         if role is KVConnectorRole.SCHEDULER:
             block_size: int = vllm_config.cache_config.block_size
-            workers = vllm_config.parallel_config.tensor_parallel_size
-            shared = SharedTiers(workers) if extra["tiers"] else None
+            shared = SharedTiers(vllm_config.parallel_config.world_size) if extra["tiers"] else None
             self._scheduler_side = SchedulerSide(extra["secret"], block_size, _worker_of_this_process, shared)
         else:
             self._worker_side = WorkerSide(vllm_config, extra)

@@ -170,7 +170,7 @@ class SchedulerSide:
             request = self._prefills.get(request_id)
             if request is not None and request.num_computed_tokens < handed_over(request):
                 metadata.chunks.append(self._chunk(request, tokens))
-        if not (scheduled.total_num_scheduled_tokens or scheduled.finished_req_ids or metadata):
+        if not (self._clock.is_computing or scheduled.finished_req_ids or metadata):
             self._sleep()
         return metadata
 

@@ -72,6 +72,11 @@ class StepClock:
         self._last: Container[str] = ()
         self._ended_s = float("-inf")
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether an open step has something in it. With pipeline stages, another step is scheduled meanwhile."""
+        return any(any(begun.counts) for begun in self._open)
+
     def begin(self, step: Scheduled, now_s: float) -> None:
         """A step was scheduled, perhaps with nothing in it."""
         known = step.scheduled_cached_reqs.req_ids

@@ -115,7 +115,8 @@ def open_tiers(
     if not settings:
         return None
     memory: BlockMemory = HostMemory(layout) if layout.device == "cpu" else TensorMemory(caches)
-    place = {"rank": layout.rank, "workers": layout.workers, "layers": layout.num_layers, "bytes": memory.block_bytes}
+    place: dict[str, Any] = {"rank": layout.rank, "workers": layout.workers, "layers": layout.num_layers}
+    place |= {"bytes": memory.block_bytes} | ({"stages": layout.stages} if layout.stages else {})
     fingerprint = json.dumps({**layout.facts, **place, "weights": weights()}, sort_keys=True)
     disk = DiskConfig(Path(settings["disk_path"]), settings["disk_bytes"]) if settings["disk_path"] else None
     return Tiers(BlockStore(memory, StoreConfig(fingerprint, settings["host_bytes"], disk)))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.utils import get_pp_indices
 
 from transfer.channel.channel import Channel
 from transfer.channel.outbox import Results
@@ -54,15 +55,16 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the channel over these caches, one for each layer."""
         extra, rank = self._extra, _rank()
-        self._layers = {name: index for index, name in enumerate(kv_caches)}
         layout = kv_layout(
             list(kv_caches.values()),
             self._vllm_config.cache_config.block_size,
             extra["facts"],
             rank,
-            self._vllm_config.parallel_config.tensor_parallel_size,
+            self._vllm_config.parallel_config.world_size,
             self._vllm_config.model_config.get_total_num_kv_heads(),
+            stages_of(self._vllm_config),
         )
+        self._layers = dict(zip(kv_caches, layout.layers, strict=True))
         name = f"{extra['replica_id']}-{rank}-{uuid.uuid4().hex[:8]}"
         self._channel = Channel(
             NixlPlane(name, extra["backend"], extra["transports"]),
@@ -180,15 +182,31 @@ class WorkerSide:
 
 
 def _rank() -> int:
-    return int(get_tensor_model_parallel_rank())
+    """This worker's number in its replica: vLLM numbers workers stage after stage."""
+    return int(get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group)
+
+
+def stages_of(config: VllmConfig) -> tuple[int, ...]:
+    """The number of layers in each pipeline stage, as vLLM divides them; empty where there is one stage."""
+    stages, layers = config.parallel_config.pipeline_parallel_size, config.model_config.get_total_num_hidden_layers()
+    if stages == 1:
+        return ()
+    return tuple(end - begin for begin, end in (get_pp_indices(layers, stage, stages) for stage in range(stages)))
 
 
 def kv_layout(
-    caches: list[torch.Tensor], block_size: int, facts: dict[str, str], rank: int, workers: int, total_heads: int
+    caches: list[torch.Tensor],
+    block_size: int,
+    facts: dict[str, str],
+    rank: int,
+    workers: int,
+    total_heads: int,
+    stages: tuple[int, ...] = (),
 ) -> KVLayout:
     """The layout of one cache tensor a layer, `[blocks, heads, tokens, content]` in vLLM's logical order.
 
-    Raises ValueError when the bytes of a block do not lie together.
+    `stages`: as in `KVLayout`. Raises ValueError when the bytes of a block do not lie together, or when there is not
+    one cache for each layer of the worker's stage.
     """
     first = caches[0]
     if any(cache.shape != first.shape or cache.stride() != first.stride() for cache in caches):
@@ -201,7 +219,8 @@ def kv_layout(
             f"a KV cache of shape {tuple(first.shape)} and strides {first.stride()}, in which a block's bytes do not "
             "lie together, is not carried; `channel: {kind: vllm}` may carry it"
         )
-    heads = head_range(rank, workers, total_heads)
+    tensor = workers // max(1, len(stages))
+    heads = head_range(rank % tensor, tensor, total_heads)
     heads_first = first.ndim == 4 and first.shape[1] == len(heads) and first.stride(1) * first.shape[1] == values
     shape = f"{first.dtype}, {list(first.shape[2:])} a head" if first.ndim == 4 else f"{first.dtype}, {first.shape[1:]}"
     return KVLayout(
@@ -218,4 +237,5 @@ def kv_layout(
         workers=workers,
         total_heads=total_heads,
         heads_first=heads_first,
+        stages=stages,
     )

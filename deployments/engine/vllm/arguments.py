@@ -27,6 +27,8 @@ from deployments.policy.step_size import PROMPT_SHARE
 # between the two. It is named by its path, because vLLM replaces the short name "uni" by "mp" on CPU (for OpenMP's
 # settings, which the environment of our replicas holds).
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+CPU_STAGE = "deployments.engine.vllm.cpu_worker.StageWorker"
+"""The class of the workers of several pipeline stages on CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class EngineArguments:
         host, disk = self.config.host_kv_bytes, self.config.disk_kv
         if not host and disk is None:
             return None
-        workers = self.config.tensor_parallel_size
+        workers = self.config.workers
         place = {"disk_path": disk.path, "disk_bytes": disk.bytes // workers} if disk else {"disk_path": None}
         return {"host_bytes": host // workers, **place}
 
@@ -82,6 +84,7 @@ class EngineArguments:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=True,
             worker_extension_cls=worker_extension,
@@ -93,7 +96,7 @@ class EngineArguments:
                 topic=events.topic,
                 buffer_steps=1,  # vLLM keeps these for a replay, which is not used
             ),
-            distributed_executor_backend=IN_PROCESS if config.tensor_parallel_size == 1 else "mp",
+            distributed_executor_backend=IN_PROCESS if config.workers == 1 else "mp",
             **self._optional(),
             **config.engine_args,
         )
@@ -112,6 +115,8 @@ class EngineArguments:
             "quantization": config.quantization,
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
+        if config.pipeline_parallel_size > 1 and current_platform.is_cpu():
+            optional["worker_cls"] = CPU_STAGE
         if self.log_format == "json":
             optional["logging_config"] = LoggingConfig(formatter="json")
         if self.lora is not None:

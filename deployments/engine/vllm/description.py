@@ -57,4 +57,4 @@ def prior_of(config: VllmConfig, device: str | None) -> tuple[float, ...]:
     )
     name = device or ("cpu" if current_platform.is_cpu() else current_platform.get_device_name())
     # A plain tuple: the session manager may be of another version, and unpickles no class that it does not know.
-    return tuple(roofline(shape, name, config.parallel_config.tensor_parallel_size).coefficients())
+    return tuple(roofline(shape, name, config.parallel_config.world_size).coefficients())

@@ -38,8 +38,8 @@ EXTRA: dict[str, Any] = {
 CONFIG: Any = SimpleNamespace(
     use_v2_model_runner=True,
     cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
-    parallel_config=SimpleNamespace(tensor_parallel_size=1),
-    model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 1),
+    parallel_config=SimpleNamespace(world_size=1, pipeline_parallel_size=1),
+    model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 1, get_total_num_hidden_layers=lambda: LAYERS),
 )
 
 
@@ -113,7 +113,7 @@ class Engine:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
     monkeypatch.setattr(worker_side, "NixlPlane", lambda name, *_: InProcessPlane(name))
-    monkeypatch.setattr(worker_side, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(worker_side, "_rank", lambda: 0)
     pair = Engine(SOURCE), Engine(TARGET)
     yield pair
     for engine in pair:

@@ -95,3 +95,15 @@ def test_a_report_travels_in_vllms_statistics() -> None:
     report = StepReport(0.5, 1, 2, 3, 4)
     assert not report.is_empty()
     assert report.to_dict() == {"step": (0.5, 1, 2, 3, 4)}
+
+
+def test_a_step_is_computed_until_it_is_over_also_beside_one_with_nothing_in_it() -> None:
+    clock = StepClock()
+    clock.begin(step(), 0.0)
+    assert not clock.is_computing
+    clock.begin(step(new={"a": (0, 4)}), 0.0)
+    clock.begin(step(), 0.0)
+    clock.end(1.0)
+    assert clock.is_computing
+    clock.end(2.0)
+    assert not clock.is_computing

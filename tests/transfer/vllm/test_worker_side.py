@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from transfer.vllm.worker_side import kv_layout
+from transfer.vllm.worker_side import kv_layout, stages_of
 
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
@@ -20,6 +23,26 @@ def test_the_layout_is_that_of_the_tensors() -> None:
     assert layout.heads_first
     assert layout.facts["model"] == "m"
     assert layout.facts["kv_strides"] == "heads first"
+
+
+def test_a_worker_of_a_stage_has_the_layers_of_its_stage() -> None:
+    """The fourth of two stages of two: the second half of the heads of the last layers."""
+    caches = [torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT) for _ in range(3)]
+    layout = kv_layout(caches, TOKENS, {}, 3, 4, 2 * HEADS, (4, 3))
+    assert (layout.layers, layout.total_layers) == (range(4, 7), 7)
+    assert layout.heads == range(HEADS, 2 * HEADS)
+    assert layout.heads_first
+    with pytest.raises(ValueError, match="3 layers in worker 0 of stages"):
+        kv_layout(caches, TOKENS, {}, 0, 4, 2 * HEADS, (4, 3))
+
+
+@pytest.mark.parametrize(("stages", "found"), [(1, ()), (2, (4, 3)), (3, (2, 3, 2)), (7, (1,) * 7)])
+def test_layers_are_divided_as_vllm_divides_them(stages: int, found: tuple[int, ...]) -> None:
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 7),
+    )
+    assert stages_of(config) == found
 
 
 def test_heads_that_lie_inside_of_tokens_are_named_by_their_strides() -> None:

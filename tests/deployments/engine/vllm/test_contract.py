@@ -295,6 +295,7 @@ def test_what_the_engine_uses() -> None:
     taken = parameters(AsyncEngineArgs)
     ours = {"model", "dtype", "max_model_len", "block_size", "max_num_seqs", "tensor_parallel_size", "enforce_eager"}
     ours |= {"enable_prefix_caching", "worker_extension_cls", "kv_transfer_config", "distributed_executor_backend"}
+    ours |= {"pipeline_parallel_size", "worker_cls"}
     ours |= {"kv_cache_memory_bytes", "max_num_batched_tokens", "quantization", "gpu_memory_utilization"}
     assert ours <= set(taken)
     assert "long_prefill_token_threshold" in parameters(SchedulerConfig)

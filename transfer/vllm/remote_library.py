@@ -137,6 +137,7 @@ class RemoteLibrary:
         self._recall, self._is_owed, self._is_closed = recall, False, False
         self._calls: Connection[Any, Any] | None = None  # until it is connected; no step waits for that
         self._recalls: Connection[Any, Any] | None = None
+        self._closing = threading.Lock()
         threading.Thread(target=self._run, args=(address, secret), name="baton-recalls", daemon=True).start()
 
     def borrow(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
@@ -166,10 +167,15 @@ class RemoteLibrary:
     def close(self) -> None:
         """No write reads a borrowed block any more."""
         self._is_closed = True
-        if self._calls is not None:
-            self._calls.close()
+        self._close_calls()
         if self._recalls is not None:
             _wake(self._recalls)
+
+    def _close_calls(self) -> None:
+        """Two threads may come here at once, and a descriptor that is closed twice may be another one by then."""
+        with self._closing:
+            if self._calls is not None:
+                self._calls.close()
 
     def _run(self, address: str, secret: bytes) -> None:
         """Connect, and heed recalls until the connection ends. A worker that cannot connect lends nothing."""
@@ -183,8 +189,8 @@ class RemoteLibrary:
         except (OSError, EOFError):
             return
         finally:
-            if self._is_closed and self._calls is not None:
-                self._calls.close()
+            if self._is_closed:
+                self._close_calls()
 
 
 def _wake(connection: Connection[Any, Any]) -> None:

@@ -60,6 +60,8 @@ def check_application(config: BatonConfig) -> None:
     _check_roles(config)
     _check_engines(config)
     _check_classes(config)
+    if config.placement.spread and (not config.placement.fetch or config.channel.kind == "vllm"):
+        raise ValueError("placement.spread needs placement.fetch, and Baton's own channel")
     _check_scaling(config)
     _check_keys(config.ingress)
     adapters = config.lora.adapters if config.lora else ()

@@ -284,6 +284,9 @@ class PlacementConfig(Section):
     """A running answer moves to another replica where the rest of it costs less by enough, as `joint` weighs it."""
     fetch: bool = False
     """A replica gets the cached part of a prompt from another replica, where that is expected to beat computing it."""
+    spread: bool = False
+    """A prefix whose prompts keep more than a tenth of a replica busy is copied to more replicas before they need it,
+    and what is hottest to a replica that has nothing yet. With `fetch` only."""
     pins: PinsConfig = PinsConfig()
     """Pinned prefixes."""
     prompt_share: float = Field(0.9, ge=0.25, le=0.95)

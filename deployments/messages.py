@@ -215,6 +215,14 @@ class BeginPin:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginCopy:
+    """A hot prefix that a replica fetches from `source` into its own cache. `prefix.id` is "": nothing pins it."""
+
+    prefix: Pin
+    source: ReplicaInfo
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
     """A replica's load at one moment. `version` grows by one with every snapshot of that replica.
 
@@ -312,6 +320,7 @@ class ReportAnswer:
     exempt. `drain`: an operator takes the replica out of service (True) or puts it back (False); None: it stays as it
     is. `pins`: None when the replica knows them. `begin_pin`: the one that it is to pin now, repeated until it stands.
     `bring`: what the replica fetches from one that leaves, each told once.
+    `copy`: a hot prefix that it fetches when it pins nothing, told once.
     """
 
     peers: Peers | None = None
@@ -323,6 +332,7 @@ class ReportAnswer:
     pins: PinList | None = None
     begin_pin: BeginPin | None = None
     bring: tuple[Bring, ...] = ()
+    copy: BeginCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,10 +526,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The session goes where the placement says. `allowance`: None where its key has no limits, or there is none."""
+    """The session goes where the placement says. `allowance`: None where its key has no limits, or there is none.
+
+    `tell_tokens`: the ingress tells the manager the first so many tokens of the prompt, which begin many prompts.
+    """
 
     placement: Placement
     allowance: Allowance | None = None
+    tell_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Attempt:
             self.placement = decision.placement
             self._roles = {replica.replica_id: role for role, replica in self._replicas()}
             answer.left(decision.allowance)
+            means.notices.prefix(decision.tell_tokens, answer.request, request.hashes, means.block_size)
             answer.placed(decision.placement, request.rule)
 
     # ---- begin

@@ -11,6 +11,9 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from vllm.v1.engine import EngineCoreRequest
+
+from deployments.cluster.pinning import prefix_of
 from deployments.cluster.timings import Timings
 from deployments.errors import ReplicaCrashed, ReplicaGone, ReplicaLost, Unavailable
 from deployments.host.tasks import OwnTasks
@@ -36,6 +39,13 @@ class Notices:
         """A replica does not answer. `why`, where it is known. Await the task before placing again."""
         lost = calls.Lost(replica_id, isinstance(why, ReplicaGone), isinstance(why, ReplicaCrashed))
         return self._tasks.own(self._tell(self._manager.ask(lost)), "lost")
+
+    def prefix(self, tokens: int, request: EngineCoreRequest, hashes: Sequence[int], block_size: int) -> None:
+        """Tell the first `tokens` tokens of a prompt, by the `hashes` of its blocks; 0: nothing is asked for."""
+        blocks = tokens // block_size
+        if 0 < blocks <= len(hashes):
+            told = self._manager.ask(calls.TellPrefix(hashes[blocks - 1], prefix_of(request, tokens, block_size)))
+            self._tasks.own(self._tell(told), "prefix")
 
     async def close(self, placement: Placement, outcome: str, output_tokens: int, ended: bool) -> None:
         """A placement is over, and its reservations can be released.

@@ -126,6 +126,10 @@ class Fleet:
         """The newest snapshot of every replica, by replica id."""
         return {replica_id: arrival.snapshot for replica_id, arrival in self._arrivals.items()}
 
+    def empty(self) -> tuple[str, ...]:
+        """The replicas whose caches have hardly anything, as those that have just started."""
+        return tuple(each for each, arrival in self._arrivals.items() if arrival.is_empty)
+
     def silent(self, replica_ids: Iterable[str], now_s: float) -> tuple[str, ...]:
         """Those of these replicas that are stale or unknown."""
         arrivals = ((replica_id, self._arrivals.get(replica_id)) for replica_id in replica_ids)

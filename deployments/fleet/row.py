@@ -9,6 +9,9 @@ from deployments.fleet.flow import Flow
 from deployments.fleet.ledger import Share
 from deployments.messages import Phase, ReplicaInfo, ReplicaSnapshot
 
+EMPTY_SHARE = 0.1
+"""A replica with KV in fewer of its blocks counts as empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -22,6 +25,12 @@ class Arrival:
     def is_placeable(self) -> bool:
         """Whether the replica takes sessions, as far as it has said itself."""
         return self.snapshot.info is not None and self.snapshot.phase is Phase.READY
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether hardly any of its blocks have KV."""
+        info, held = self.snapshot.info, self.snapshot.used_blocks + self.snapshot.cached_blocks
+        return info is not None and held < EMPTY_SHARE * info.total_blocks
 
 
 def row_of(arrival: Arrival, share: Share, overcommit: float, flow: Flow, set_aside: int = 0) -> ReplicaView:

@@ -196,6 +196,13 @@ class Brought(Call[None], frozen=True, tag=True):
     blocks: int | None
 
 
+class TellPrefix(Call[None], frozen=True, tag=True):
+    """The tokens of a hot prefix, as `Admit.tell_tokens` asks for. `name`: the hash of its last block."""
+
+    name: int
+    prefix: Pin
+
+
 class Adopt(Call[None], frozen=True, tag=True):
     """Count a session that another manager has placed. It must be closed like all others.
 
@@ -225,7 +232,7 @@ Notice = PrefillDone | Close | Withdraw | Lost
 Shown = Ready | Status | Overview | Explain | Prefixes
 """Calls that are answered with what an administrator or a probe reads."""
 Leaving = Drain | HandOn | Brought
-AnyCall = Open | Notice | Silent | View | Report | Shown | Leaving | Adopt | ShareAdapters
+AnyCall = Open | Notice | Silent | View | Report | Shown | Leaving | Adopt | TellPrefix | ShareAdapters
 Answer = Admit | Reject | tuple[str, ...] | ManagerView | ReportAnswer | AdapterList | dict[str, Any] | int | None
 
 

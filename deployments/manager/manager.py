@@ -39,10 +39,12 @@ from deployments.manager.calls import (
     ShareAdapters,
     Silent,
     Status,
+    TellPrefix,
     View,
     Withdraw,
 )
 from deployments.manager.draining import Draining
+from deployments.manager.hot import HotPrefixes
 from deployments.manager.meter import ManagerMeter
 from deployments.manager.own_sessions import occupancy
 from deployments.manager.prefixes import PinnedPrefixes
@@ -101,7 +103,7 @@ class SessionManager:
         self.scaling = Scaling(config, config.scaling, self._allocator, clock) if config.scaling else None
         self._traffic = Traffic() if traffic is None else traffic
         self._adapters, self._quotas = LoadedAdapters(), Quotas()
-        self._prefixes = PinnedPrefixes(self._allocator)
+        self._prefixes, self._hot = PinnedPrefixes(self._allocator), HotPrefixes(self._allocator)
         self._draining = Draining(self._allocator, config.channel.link_bytes_per_s, clock)
 
     async def ask(self, call: Call[A]) -> A:
@@ -115,7 +117,7 @@ class SessionManager:
             case Report(snapshot):
                 return self._report(snapshot, now_s)
             case Open(request):
-                return await self._open(request)
+                return self._hot.asks(request, await self._open(request))
             case PrefillDone(session_id, epoch):
                 if self._allocator.prefill_done(session_id, epoch, now_s):
                     self._tell()
@@ -147,6 +149,8 @@ class SessionManager:
             case Prefixes():
                 await self._listened()
                 return await self._prefixes.ask(call)
+            case TellPrefix(name, prefix):
+                self._hot.told(name, prefix)
             case Drain() | HandOn() | Brought():
                 return await self._draining.answer(call)
             case Adopt(placement, prompt_tokens, prefilling):
@@ -239,7 +243,8 @@ class SessionManager:
         hold = snapshot.is_starting and self._allocator.fleet.is_out_of_step(snapshot.info, snapshot.phase, now_s)
         moves, drains = self._allocator.sessions_to_move(snapshot, now_s), self._allocator.cordon.told(snapshot)
         pins, bring = self._prefixes.told(snapshot, now_s), self._draining.due(snapshot.replica_id)
-        return ReportAnswer(news, missed, hold, moves, pause_s, drains, *pins, bring)
+        copy = self._hot.copy_to(snapshot, now_s)
+        return ReportAnswer(news, missed, hold, moves, pause_s, drains, *pins, bring, copy)
 
     async def _view(self, after_s: float) -> ManagerView:
         await asyncio.sleep(after_s)

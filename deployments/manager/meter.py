@@ -56,6 +56,8 @@ class ManagerMeter:
         value(names.OPEN).set(len(allocator.fleet.promises()))
         for name, waiting in allocator.room.queued().items():
             value(names.QUEUED, **{"class": name}).set(waiting)
+        if allocator.spread is not None:
+            value(names.COPIES).set(allocator.spread.told)
         value(names.BREAKERS).set(len(allocator.breakers.shut(now_s)))
         calibration = allocator.predictors.lengths.calibration()
         for quantile, name in COVERAGE.items():

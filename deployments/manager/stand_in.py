@@ -45,6 +45,7 @@ from deployments.manager.calls import (
     ShareAdapters,
     Silent,
     Status,
+    TellPrefix,
     View,
     Withdraw,
 )
@@ -114,7 +115,7 @@ class StandIn:
                 return () if self._is_away else await self._control.ask(call)
             case Ready():
                 return await self._ready(call)
-            case Status() | Overview() | Explain() | Drain() | Prefixes() | ShareAdapters():
+            case Status() | Overview() | Explain() | Drain() | Prefixes() | TellPrefix() | ShareAdapters():
                 return await self._control.ask(call)
             case View() | Report() | Adopt() | HandOn() | Brought():
                 raise ValueError(f"an ingress does not ask for {type(call).__name__}")

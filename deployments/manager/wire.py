@@ -69,6 +69,7 @@ class Placed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     placement: Placement
     allowance: Allowance | None = None
+    tell_tokens: int = 0
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -107,6 +108,7 @@ _ANSWERS: dict[type[Call[Any]], msgspec.msgpack.Decoder[Any]] = {
     calls.HandOn: msgspec.msgpack.Decoder(int),
     calls.Brought: _TOLD,
     calls.Adopt: _TOLD,
+    calls.TellPrefix: _TOLD,
     calls.ShareAdapters: msgspec.msgpack.Decoder(AdapterList),
 }
 
@@ -131,7 +133,7 @@ def packed_answer(answer: Answer) -> msgspec.Raw:
     """An answer, encoded."""
     on_wire: Any = answer
     if isinstance(answer, Admit):
-        on_wire = Placed(answer.placement, answer.allowance)
+        on_wire = Placed(answer.placement, answer.allowance, answer.tell_tokens)
     elif isinstance(answer, Reject):
         on_wire = Rejected(answer)
     return packed(on_wire)
@@ -144,7 +146,7 @@ def answer_of(call: Call[A], body: msgspec.Raw) -> A:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadMessage(f"no answer of this version to {type(call).__name__}: {error}") from error
     if isinstance(answer, Placed):
-        answer = Admit(answer.placement, answer.allowance)
+        answer = Admit(answer.placement, answer.allowance, answer.tell_tokens)
     elif isinstance(answer, Rejected):
         answer = answer.reject
     return cast(A, answer)

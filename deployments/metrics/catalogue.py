@@ -150,6 +150,7 @@ USED = _manager("baton_used_blocks", "KV blocks in use, as replicas report them.
 PINNED = _manager("baton_pinned_blocks", "KV blocks that pinned prefixes hold.", Kind.GAUGE, "pool")
 TOTAL = _manager("baton_total_blocks", "KV blocks there are.", Kind.GAUGE, "pool")
 READY = _manager("baton_replicas_ready", "Replicas that take sessions.", Kind.GAUGE, "pool")
+COPIES = _manager("baton_prefix_copies", "Copies of hot prefixes that replicas were told to fetch.")
 BREAKERS = _manager("baton_breakers_open", "Replicas that get nothing for a while, after a loss.", Kind.GAUGE)
 COVERAGE = _manager(
     "baton_length_prediction_coverage", "The share of answers no longer than predicted.", Kind.GAUGE, "quantile"

@@ -15,19 +15,14 @@ from deployments.fleet.view import LiveView, View
 from deployments.messages import Admit, Decision, Queue, Reject, ReplicaSnapshot, Role, SessionRequest
 from deployments.policy.admission.breakers import Breakers
 from deployments.policy.admission.cordon import Cordon
-from deployments.policy.admission.poison import Poison
-from deployments.policy.admission.retry_budget import RETRY_AFTER_S, RETRY_BUDGET, RetryBudget
+from deployments.policy.admission.entry import CLOSED, Entry
 from deployments.policy.admission.waiting_room import WaitingRoom
 from deployments.policy.chance import Chance
 from deployments.policy.decider import Decider, OpenSession, Tried
 from deployments.policy.moves import Moves
 from deployments.policy.pins import pins_of
 from deployments.policy.predictors import Predictors
-
-CLOSED = "the session was closed before it could be opened"
-
-OVERTAKEN_S = 60.0
-"""The longest time that a withdrawal is remembered: an opening that it has overtaken arrives within this time."""
+from deployments.policy.spread import Copy, spread_of
 
 SWEEP_S = 1.0
 """The least time between two searches for promises, replicas and cache entries whose time is over."""
@@ -54,11 +49,11 @@ class Allocator:
         )
         self.predictors = Predictors(config.channel.link_bytes_per_s)
         self.breakers, self.cordon = Breakers(), Cordon()
-        self._poison, self._retries = Poison(), RetryBudget()
+        self.entry, self.spread = Entry(self.decider.classes), spread_of(config)
         self._moves = Moves(self.decider, self.fleet, self.breakers, placement.snapshot_interval_s)
         self._sessions: dict[str, OpenSession] = {}
         self._answers: dict[str, Admit | Reject] = {}
-        self._withdrawn, self._swept_s = dict[str, float](), 0.0
+        self._swept_s = 0.0
 
     # ---- sessions
 
@@ -72,7 +67,7 @@ class Allocator:
             raise ValueError(f"session {request.session_id} allows no mode")
         if request.session_id in self.room:
             raise ValueError(f"session {request.session_id} is waiting already")
-        if refusal := self._refuse_opening(request, now_s):
+        if refusal := self.entry.refuse_opening(request, self._open_sessions, now_s):
             return refusal
         session = OpenSession(request, self.predictors.knowledge(request), now_s)
         if not self.room or request.moved_from:  # a session that moves frees what it has, so it need not queue
@@ -85,23 +80,8 @@ class Allocator:
             return late
         return self._enter(session, now_s)
 
-    def _refuse_opening(self, request: SessionRequest, now_s: float) -> Reject | None:
-        if wrong := self.refusal(request, now_s):
-            return wrong
-        if request.session_id in self._withdrawn:
-            return Reject(CLOSED)
-        if request.attempt == 1:
-            self._retries.opened(now_s)
-        elif not request.moved_from and not request.progressed and not self._may_retry(now_s):
-            return Reject("too many sessions are placed again", RETRY_AFTER_S, unavailable=True, code=RETRY_BUDGET)
-        return None
-
-    def refusal(self, request: SessionRequest, now_s: float) -> Reject | None:
-        """The refusal of a request that no change of the load would let in; None for all others."""
-        return self.decider.classes.refusal(request.priority) or self._poison.refusal(request.digest, now_s)
-
-    def _may_retry(self, now_s: float) -> bool:
-        return self._retries.take(now_s, max(len(self._sessions), len(self.fleet.promises())))
+    def _open_sessions(self) -> int:
+        return max(len(self._sessions), len(self.fleet.promises()))
 
     def _enter(self, session: OpenSession, now_s: float) -> Admit | Reject | None:
         """Let a session wait; its answer where it gets one in the same moment."""
@@ -127,9 +107,9 @@ class Allocator:
 
         Closes what is open of it. Returns the number of placements closed.
         """
-        self._withdrawn[session_id] = now_s
+        self.entry.withdrawn(session_id, now_s)
         if self.room.remove(session_id):
-            self._answer(session_id, Reject(CLOSED))
+            self._answer(session_id, CLOSED)
         epochs = [promise.placement.epoch for promise in self.fleet.promises_of(session_id)]
         return sum(self.close(session_id, epoch, "cancelled", now_s) for epoch in epochs)
 
@@ -204,13 +184,21 @@ class Allocator:
             return ()
         return self._moves.rebalance(snapshot, self._sessions, self.live(now_s, moving=True))
 
+    def copy_to(self, snapshot: ReplicaSnapshot, now_s: float) -> Copy | None:
+        """The hot prefix that a replica that reports this is to fetch now; None: none."""
+        if self.spread is None or snapshot.info is None:
+            return None
+        if self.spread.is_due(now_s):
+            self.spread.plan(self.live(now_s).columns, self.predictors.index.find, self.fleet.empty(), now_s)
+        return self.spread.next_for(snapshot.replica_id, now_s)
+
     def lost(self, replica_id: str, now_s: float, gone: bool = False, crashed: bool = False) -> None:
         """A session was lost on a replica. It gets no placements for a while, and none until it reports again.
 
         `gone`: Serve has taken the replica out. `crashed`: its engine has crashed.
         """
         if crashed:
-            self._poison.crashed(replica_id, self._digests_on(replica_id), now_s)
+            self.entry.crashed(replica_id, self._digests_on(replica_id), now_s)
         self.breakers.lost(replica_id, now_s, gone)
         self.fleet.forget(replica_id)
         self.predictors.forget(replica_id)
@@ -227,7 +215,7 @@ class Allocator:
         if now_s - self._swept_s < SWEEP_S:
             return ()
         self._swept_s = now_s
-        self._withdrawn = {session: at_s for session, at_s in self._withdrawn.items() if now_s - at_s < OVERTAKEN_S}
+        self.entry.sweep(now_s)
         known = set(self.fleet.snapshots())
         expired = self.fleet.expire(now_s)
         for replica_id in known - set(self.fleet.snapshots()):
@@ -298,4 +286,7 @@ class Allocator:
         for replica_id in replicas if self.breakers else ():
             self.breakers.placed(replica_id, now_s)
         self.predictors.placed(request, replicas, session.knowledge.hits, now_s)
+        if self.spread is not None:
+            steps = self.predictors.steps_of(placement.prefiller.pool)
+            self.spread.placed(request, placement, session.knowledge.hits, steps, now_s)
         return Admit(placement)

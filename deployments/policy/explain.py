@@ -12,7 +12,7 @@ from deployments.policy.placement.explain import decision_of
 
 def explain(allocator: Allocator, request: SessionRequest, now_s: float) -> dict[str, Any]:
     """The decision, and what `Decider.explain` gives. No book changes, and nothing is reserved."""
-    if refusal := allocator.refusal(request, now_s):
+    if refusal := allocator.entry.refusal(request, now_s):
         return {"decision": decision_of(refusal)}
     session = OpenSession(request, allocator.predictors.look(request), now_s)
     ahead = allocator.room.ahead_of(request, now_s) if allocator.room else 0

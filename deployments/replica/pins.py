@@ -8,7 +8,7 @@ import logging
 import time
 
 from deployments.engine.protocol import Engine, RequestRefused
-from deployments.messages import BeginPin, Pin, PinList, ReportAnswer
+from deployments.messages import BeginCopy, BeginPin, Pin, PinList, ReportAnswer
 from deployments.replica.readings import Readings
 from deployments.replica.timings import Timings
 
@@ -25,6 +25,7 @@ class Pins:
         self.list = PinList()
         self._replica_id, self._engine, self._readings, self._timings = replica_id, engine, readings, timings
         self._asked: BeginPin | None = None
+        self._copy: BeginCopy | None = None
         self._has_news, self._is_over = asyncio.Event(), asyncio.Event()
         self._running, self._number, self._rests_until_s = "", itertools.count(1), 0.0
 
@@ -35,6 +36,9 @@ class Pins:
             self._has_news.set()
         if answer.begin_pin is not None and not self._running and time.monotonic() >= self._rests_until_s:
             self._asked = answer.begin_pin
+            self._has_news.set()
+        if answer.copy is not None:
+            self._copy = answer.copy
             self._has_news.set()
 
     def over(self, request_id: str) -> None:
@@ -48,12 +52,15 @@ class Pins:
             await self._has_news.wait()
             self._has_news.clear()
             asked, self._asked = self._asked, None
+            copy, self._copy = self._copy, None
             wanted = {pin.id: pin for pin in self.list.pins}
             if pin := wanted.get(asked.id) if asked else None:
                 await self._pin(pin, asked)
             elif self._readings.load.pinned.keys() - wanted.keys():
                 await self._run()
                 logger.info("%d prefixes are pinned here", len(self._readings.load.pinned))
+            elif copy is not None and (why := await self._run(copy.prefix, BeginPin("", copy.source))):
+                logger.warning("a prefix of %d tokens was not fetched: %s", len(copy.prefix.tokens), why)
 
     async def _pin(self, pin: Pin, asked: BeginPin | None) -> None:
         began_s = time.monotonic()

@@ -31,6 +31,9 @@ the first half. `admission_ratio` is `joint` with admission over each policy wit
 load at which it is highest, over the highest. `ingress8`, `allocators8`: goodput at the knee over that with one ingress
 and fresh snapshots; with eight ingresses that share a manager, and with eight that decide for themselves.
 
+`--traces hot` is not part of the benchmark by itself: most requests ask about one document, and then about the next.
+`hot_ttft_*` are of these requests.
+
 **What to keep in mind.** Times of a trace are compressed to reach a rate, which brings the turns of a conversation
 closer together than they were. A large fleet is simulated for less time (`simulated_s`), with fewer policies and loads;
 `--loads` and `--policies` ask for more. The traces' prompts are cached, and their answers are not. No replica fails and

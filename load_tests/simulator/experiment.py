@@ -40,8 +40,9 @@ MADE: dict[str, Callable[[float, int, int], Trace]] = {
     "conversations": synthetic.conversations,
     "agents": synthetic.agents,
     "shared": synthetic.shared,
+    "hot": synthetic.hot,
 }
-LONG_PROMPTS = ("agents", "shared")
+LONG_PROMPTS = ("agents", "shared", "hot")
 """The made traces whose prompts are as long as Mooncake's, and which have its objectives."""
 MADE_RATE, MADE_REQUESTS = 10.0, 20_000
 

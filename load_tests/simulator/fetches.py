@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from deployments.policy.placement.fetch import FETCH_S
+from deployments.policy.spread import Copy
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node
 from load_tests.simulator.reporting import TIER_BYTES_PER_S
@@ -43,6 +44,20 @@ class Fetches:
         there_s = self._there_s(tokens * node.kv_bytes_per_token, source if there > kept else None, node)
         self._calendar.at(there_s, self._there, (node, work, blocks * self._block_tokens))
         return True
+
+    def copy(self, replica_id: str, copy: Copy) -> None:
+        """A replica fetches a prefix that no request waits for, as far as its source has it."""
+        node, source = self._nodes[replica_id], self._nodes.get(copy.source.replica_id)
+        there = source.replica.memory.hits(copy.hashes, len(copy.hashes)) if source else 0
+        missing = there - node.replica.memory.hits(copy.hashes, there)
+        if missing > 0:
+            there_s = self._there_s(missing * self._block_tokens * node.kv_bytes_per_token, source, node)
+            self._calendar.at(there_s, self._copied, (node, copy.hashes[:there]))
+
+    def _copied(self, what: tuple[Node, tuple[int, ...]]) -> None:
+        node, hashes = what
+        node.replica.memory.copy(hashes)
+        node.reporter.changed = True
 
     def _there_s(self, size: float, source: Node | None, node: Node) -> float:
         """`source`: None is the replica's tier."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from deployments.messages import Admit, Reject, ReplicaSnapshot, SessionRequest
 from deployments.policy.admission.waiting_room import WaitingRoom
+from deployments.policy.spread import Copy
 from load_tests.simulator.calendar import Calendar
 from load_tests.simulator.cluster import Node, Options
 
@@ -18,6 +19,10 @@ TIMER_S = 1e-6
 
 Answered = Callable[[str, Admit | Reject], None]
 """Called with the decision on a session."""
+
+
+CopyTo = Callable[[str, Copy], None]
+"""Called with a replica and the prefix that it is to fetch."""
 
 
 Move = Callable[[str, str], None]
@@ -44,6 +49,7 @@ class Allocating(Protocol):
     ) -> object: ...
     def report(self, snapshot: ReplicaSnapshot, now_s: float) -> object: ...
     def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[str]: ...
+    def copy_to(self, snapshot: ReplicaSnapshot, now_s: float) -> Copy | None: ...
     def sweep(self, now_s: float) -> object: ...
 
 
@@ -73,12 +79,14 @@ class Manager:
         self.allocator.close(session_id, epoch, outcome, self._calendar.now_s, output_tokens, ended=True)
         self._poll()
 
-    def report(self, snapshots: Iterable[ReplicaSnapshot], move: Move) -> None:
-        """Take these snapshots. `move`: called with each session that a replica gives up."""
+    def report(self, snapshots: Iterable[ReplicaSnapshot], move: Move, copy: CopyTo) -> None:
+        """Take these snapshots. `move`: called with each session that a replica gives up; `copy`: with each copy."""
         for snapshot in snapshots:
             self.allocator.report(snapshot, self._calendar.now_s)
             for session_id in self.allocator.sessions_to_move(snapshot, self._calendar.now_s):
                 move(snapshot.replica_id, session_id)
+            if (hot := self.allocator.copy_to(snapshot, self._calendar.now_s)) is not None:
+                copy(snapshot.replica_id, hot)
         self.allocator.sweep(self._calendar.now_s)
         self._poll()
 
@@ -141,10 +149,17 @@ class Reports:
     """Makes every replica with news report, at most once per interval, and tells the managers after the delay."""
 
     def __init__(
-        self, nodes: Sequence[Node], managers: Sequence[Manager], calendar: Calendar, options: Options, move: Move
+        self,
+        nodes: Sequence[Node],
+        managers: Sequence[Manager],
+        calendar: Calendar,
+        options: Options,
+        move: Move,
+        copy: CopyTo,
     ) -> None:
         self._groups = [list(nodes[group::GROUPS]) for group in range(GROUPS)]
-        self._managers, self._calendar, self._options, self._move = managers, calendar, options, move
+        self._managers, self._calendar, self._options = managers, calendar, options
+        self._move, self._copy = move, copy
 
     def begin(self, at_s: float) -> None:
         """All replicas report once, and the managers know it at once. From `at_s` on the replicas report in turn."""
@@ -183,4 +198,4 @@ class Reports:
 
     def _deliver(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
         for manager in self._managers:
-            manager.report(snapshots, self._move)
+            manager.report(snapshots, self._move, self._copy)

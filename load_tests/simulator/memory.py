@@ -117,6 +117,18 @@ class BlockMemory:
         if self._tier:
             self._returns([block for block in work.hashes[begin : work.held] if block in self._tier])
 
+    def copy(self, hashes: Sequence[int]) -> None:
+        """KV of these leading blocks has come, and nothing holds it. It takes the place of what is oldest."""
+        free = [block for block in hashes[: self.total - self.used] if block not in self._holders]
+        new = [block for block in free if block not in self._idle]
+        for block in reversed(free):
+            self._idle[block] = None
+            self._idle.move_to_end(block)
+        _note(new, self._stored, self._removed)
+        if self._tier:
+            self._returns([block for block in new if block in self._tier])
+        self.grow(0)
+
     def release(self, work: Work, blocks: int) -> None:
         """A sequence gives up its `blocks` blocks. The end of its prompt is evicted first."""
         self.used -= blocks - work.held

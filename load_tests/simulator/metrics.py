@@ -23,6 +23,9 @@ class Objectives:
     most_prompt_tokens: int | None = None
 
 
+HOT = "hot-"
+"""How the names of clients begin whose prompts have a hot prefix. They have figures of their own."""
+
 Classes = tuple[Objectives, ...]
 """Classes by prompt length, the shortest first. The last class takes all other prompts."""
 
@@ -49,6 +52,7 @@ class Record:
     prompt_blocks: int = 0
     pool: str = ""
     mode: str = ""
+    client: str = ""
 
     def meets(self, classes: Classes) -> bool:
         """Whether the request was served, and within both objectives of its class."""
@@ -74,6 +78,7 @@ def summarise(records: Sequence[Record], classes: Classes, warmup_share: float =
         "offered": _rounded(len(counted) / length_s),
         "goodput": _rounded(sum(record.meets(classes) for record in counted) / length_s),
         **_percentiles("ttft", [record.ttft_s for record in served]),
+        **_percentiles("hot_ttft", [record.ttft_s for record in served if record.client.startswith(HOT)]),
         **_percentiles("tpot", [record.tpot_s for record in served if record.output_tokens > 1]),
         "hit_rate": _rounded(sum(record.cached_blocks for record in served) / blocks if blocks else 0.0),
         "refused": len(counted) - len(served),

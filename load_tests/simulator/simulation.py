@@ -63,19 +63,19 @@ class Simulation:
         rng = random.Random(options.seed)
         self.nodes = nodes(cluster, trace.block_tokens, rng)
         config = configuration(cluster, trace.block_tokens, classes, options)
-        self._calendar = Calendar()
+        calendar = self._calendar = Calendar()
         managers = [
-            Manager(make_allocator(config, random.Random(rng.random())), self._calendar)
-            for _ in range(options.allocators)
+            Manager(make_allocator(config, random.Random(rng.random())), calendar) for _ in range(options.allocators)
         ]
         self._ingresses = ingresses(managers, self._calendar, options, self._answered)
-        self._reports = Reports(tuple(self.nodes.values()), managers, self._calendar, options, self._give_up)
-        self._fetches = Fetches(self._calendar, self.nodes, trace.block_tokens, self._touched)
+        self._fetches = Fetches(calendar, self.nodes, trace.block_tokens, self._touched)
+        self._reports = Reports(
+            tuple(self.nodes.values()), managers, calendar, options, self._give_up, self._fetches.copy
+        )
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
-        self._begin_s = options.snapshot_delay_s + 1e-3
+        self._begin_s, self._moves = options.snapshot_delay_s + 1e-3, 0
         self._sessions: dict[str, Session] = {}
         self._records: dict[str, Record] = {}
-        self._moves = 0
 
     def run(self) -> Result:
         """Run until every request is served or refused. Raises SimulationError when that never happens."""
@@ -126,9 +126,8 @@ class Simulation:
             self._refuse(session_id, answer)
 
     def _refuse(self, session_id: str, answer: Reject) -> None:
-        request = self._trace.requests[int(session_id)]
-        lengths = request.prompt_tokens, request.output_tokens
-        self._end(session_id, Record(request.at_s, *lengths, refused=answer.code or answer.reason))
+        asked, why = self._trace.requests[int(session_id)], answer.code or answer.reason
+        self._end(session_id, Record(asked.at_s, asked.prompt_tokens, asked.output_tokens, refused=why))
 
     def _place(self, session: Session, placement: Placement, work: Work) -> None:
         """`work`: what is left of the session, as one replica alone would do it."""
@@ -287,6 +286,7 @@ class Simulation:
             prompt_blocks=len(request.hashes) or request.prompt_tokens // block,
             pool=session.placement.owner.pool,
             mode=session.placement.mode.value,
+            client=request.client,
         )
         session_id, epoch = session.key
         self._end(session_id, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from load_tests.simulator.metrics import HOT
 from load_tests.simulator.traces import Trace, TraceRequest
 
 BLOCK_TOKENS = 128
@@ -119,6 +120,30 @@ def shared(requests_per_s: float, count: int, seed: int, documents: int = 200) -
         )
         requests.append(TraceRequest(at_s, prompt, rng.randint(1, 20), hashes))
     return Trace("shared", BLOCK_TOKENS, tuple(requests))
+
+
+def hot(requests_per_s: float, count: int, seed: int, share: float = 0.8, period: int = 400) -> Trace:
+    """Four fifths of the requests ask about one document of 32,768 tokens, and after each `period`, about the next.
+
+    One request asks about each document half a period before the others do, so that one replica has it. The rest of the
+    requests have prompts of their own. All answers are short.
+    """
+    rng = random.Random(seed)
+    at_s, requests, document = 0.0, [], 32_768 // BLOCK_TOKENS
+    for index in range(count):
+        at_s += rng.expovariate(requests_per_s)
+        is_first = index % period == period // 2
+        is_hot = rng.random() < share or is_first
+        shared = document if is_hot else 0
+        prompt = shared * BLOCK_TOKENS + Lengths(2000 if is_hot else 4000, 0.6, least=128, most=32_768).draw(rng)
+        own = ((index + 1) << 20) + (1 << 19)
+        hashes = (
+            *(((index // period + 1 + is_first) << 20) + block for block in range(shared)),
+            *range(own, own + prompt // BLOCK_TOKENS - shared),
+        )
+        client = f"{HOT}{index}" if is_hot and not is_first else f"client-{index}"
+        requests.append(TraceRequest(at_s, prompt, rng.randint(16, 128), hashes, client))
+    return Trace("hot", BLOCK_TOKENS, tuple(requests))
 
 
 def _turn(at_s: float, talk: int, prompt: int, answer: int, system_tokens: int) -> TraceRequest:

@@ -134,6 +134,8 @@ WRONG = [
     ("channel.timeout", 1, "channel.timeout"),
     ("placement.policy", "x", "placement.policy"),
     ("ingress.port", 80, "ingress.port"),
+    # what needs something else
+    ("placement.spread", True, "placement.spread needs placement.fetch"),
     # a wrong value
     ("model.max_model_len", 0, "model.max_model_len"),
     ("model.dtype", "int4", "model.dtype"),

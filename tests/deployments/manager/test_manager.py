@@ -132,7 +132,7 @@ async def test_a_close_may_overtake_the_opening(cluster: Cluster) -> None:
     assert (await cluster.manager.ask(Status()))["promises"] == []
     cluster.clock.now_s = 61.0  # by then the call has arrived, and the id is forgotten
     await cluster.up()
-    assert cluster.manager._allocator._withdrawn == {}
+    assert cluster.manager._allocator.entry._withdrawn == {}
 
 
 async def test_a_close_that_finds_its_session_waiting_ends_the_wait(cluster: Cluster) -> None:

@@ -24,7 +24,7 @@ def books(allocator: Allocator) -> bytes:
                 allocator.predictors.lengths._pending,
                 allocator.predictors.demand.__dict__,
                 allocator.predictors._affinities,
-                allocator._withdrawn,
+                allocator.entry._withdrawn,
             )
         )
     finally:
@@ -74,7 +74,7 @@ def test_what_is_refused_is_refused_here_too() -> None:
     assert never["decision"]["outcome"] == "refused"
     assert "the largest replica holds" in never["decision"]["reason"]
     assert never["request"]["ttft_s"] == 1.0
-    allocator._poison._refused[7] = 60.0
+    allocator.entry._poison._refused[7] = 60.0
     assert explain(allocator, ask("c", digest=7), 0.0)["decision"]["code"] == POISON
 
 

@@ -13,6 +13,7 @@ from deployments.engine.protocol import EngineError, EngineInfo, EngineLoad, Ide
 from deployments.errors import Unavailable
 from deployments.manager.calls import Brought, Call, HandOn, Report
 from deployments.messages import (
+    BeginCopy,
     BeginPin,
     Bring,
     CacheChange,
@@ -144,6 +145,7 @@ class Manager:
         self.brought: list[Brought] = []
         self.handed_on: list[HandOn] = []
         self.goes_on = asyncio.Event()
+        self.copy: BeginCopy | None = None
         self.refused = 0
         self._came = asyncio.Event()
 
@@ -166,7 +168,7 @@ class Manager:
         peers = self.peers if self.peers and self.peers.version != snapshot.peers_version else None
         pins = self.pins if self.pins.version != snapshot.pins_version else None
         hold, (bring, self.bring) = snapshot.phase in self.held, (self.bring, ())
-        told = peers, resync, hold, self.move, self.interval_s, self.drain, pins, self.begin_pin, bring
+        told = peers, resync, hold, self.move, self.interval_s, self.drain, pins, self.begin_pin, bring, self.copy
         return ReportAnswer(*told)
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from deployments.engine.protocol import EngineLoad, RequestRefused, Step
-from deployments.messages import BeginPin, Pin, PinList, ReplicaInfo, ReportAnswer, Role
+from deployments.messages import BeginCopy, BeginPin, Pin, PinList, ReplicaInfo, ReportAnswer, Role
 from deployments.replica.pins import Pins
 from deployments.replica.readings import Readings
 from deployments.replica.timings import Timings
@@ -61,6 +61,21 @@ async def test_one_prefix_at_a_time_is_computed_or_fetched(alone: Alone) -> None
     assert what == [("one", "two"), "two", "r9"]
     assert second != first
     alone.ends(second, one=2, two=1)
+    await until(lambda: not alone.pins._running)
+    assert len(alone.engine.pins) == 2
+
+
+async def test_a_hot_prefix_is_fetched_once_and_not_pinned(alone: Alone) -> None:
+    hot = replace(ONE, id="")
+    alone.pins.learn(ReportAnswer(pins=PinList(7, (TWO,)), copy=BeginCopy(hot, SOURCE)))
+    request_id, *what = await alone.asked(1)
+    assert what == [("two",), "", "r9"]
+    alone.ends(request_id)
+    await until(lambda: not alone.pins._running)
+    alone.pins.learn(ReportAnswer(begin_pin=BeginPin("two"), copy=BeginCopy(hot, SOURCE)))
+    _, *what = await alone.asked(2)
+    assert what == [("two",), "two", ""], "what is pinned goes first, and a copy does not wait"
+    alone.ends(alone.engine.pins[1][0], two=1)
     await until(lambda: not alone.pins._running)
     assert len(alone.engine.pins) == 2
 

@@ -123,3 +123,20 @@ def test_blocks_are_conserved_and_reports_match_the_cache(steps: list[tuple[list
     for one in live:
         freed(memory, one)
     assert memory.used == 0
+
+
+def test_a_copy_takes_the_place_of_what_is_oldest_and_is_reported() -> None:
+    memory = BlockMemory(4, 16)
+    memory.copy((1, 2))
+    memory.changes()
+    memory.copy((1, 2, 3, 4, 5))
+    assert (memory.hits((1, 2, 3, 4, 5), 5), memory.idle, memory.used) == (4, 4, 0)
+    stored, removed, *_ = memory.changes()
+    assert (set(stored), set(removed)) == ({3, 4}, set())
+
+
+def test_a_copy_takes_no_block_that_is_in_use() -> None:
+    memory = BlockMemory(3, 16)
+    memory.grow(2)
+    memory.copy((1, 2))
+    assert (memory.hits((1, 2), 2), memory.used) == (1, 2)

@@ -51,6 +51,9 @@ def slow_links(cluster: Cluster, bytes_per_s: float) -> Cluster:
 class Restless(Allocator):
     """At every report of a replica that writes answers, one of them moves. Costs do not count."""
 
+    def copy_to(self, snapshot: ReplicaSnapshot, now_s: float) -> None:
+        """Spreads nothing."""
+
     def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
         able = [each for each, held in zip(snapshot.sessions, snapshot.held_tokens, strict=True) if held]
         return tuple(able[:1])

@@ -30,6 +30,7 @@ from deployments.host.processes import descendants
 from deployments.host.shared_memory import PREFIXES, shared_memory_of
 from deployments.manager.calls import Drain, Prefixes, Status
 from deployments.messages import Mode
+from deployments.policy import spread
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer, until
 from tests.deployments.real_engines import RealEngines
 from transfer.memory.blocks import chained_hashes
@@ -78,13 +79,13 @@ async def cluster(
     decode: PoolConfig,
     *large: PoolConfig,
     max_model_len: int = MAX_MODEL_LEN,
-    fetch: bool = False,
+    **placement: bool,
 ) -> AsyncIterator[RealEngines]:
     config = BatonConfig(
         model=ModelConfig(source=str(model), dtype="float32", max_model_len=max_model_len),
         prefill=prefill,
         decode=dict(zip(("small", "large"), (decode, *large), strict=False)),
-        placement=PlacementConfig(split="always", snapshot_interval_s=0.01, fetch=fetch),
+        placement=PlacementConfig.model_validate({"split": "always", "snapshot_interval_s": 0.01, **placement}),
     )
     os.environ.update(environment(config, "prefill"))
     made = RealEngines(config)
@@ -417,6 +418,30 @@ async def test_a_pinned_prefix_is_computed_by_one_and_fetched_by_the_other_and_o
         assert computed == len(known) - 32 * blocks
         assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
         await engines.manager.ask(Prefixes(unpin=shown["id"]))
+        await engines.all_is_free()
+
+
+async def test_a_hot_prefix_comes_to_a_replica_that_no_request_goes_to(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One takes no prompt as long as these. Afterwards it answers a shorter one as if it had computed all of it."""
+    monkeypatch.setattr(spread, "SHARE", 1e-6)
+    takes_short = pool().model_copy(update={"max_prompt_tokens": 640})
+    async with cluster(model, pool(), pool(), takes_short, fetch=True, spread=True) as engines:
+        await engines.manager.ask(Drain(PREFILL))  # so that decode's replicas are those that compute prompts
+        prefix = prompt(15 * 32)
+
+        async def has_come() -> bool:
+            await engines.answer([*prefix, *prompt(200)], max_tokens=2)
+            return (await engines.replicas[LARGE].counters())["blocks_fetched"] == 15
+
+        await until(has_come)
+        known = [*prefix, *prompt(100)]
+        await engines.manager.ask(Drain(PREFILL, resume=True))
+        await engines.manager.ask(Drain(SMALL))
+        answer = await engines.answer(known, max_tokens=6)
+        assert answer.tokens == (await engines.answer(known, max_tokens=6, prompt_logprobs=0)).tokens
+        await engines.manager.ask(Drain(SMALL, resume=True))
         await engines.all_is_free()
 
 

@@ -134,6 +134,7 @@ def _check_classes(config: BatonConfig) -> None:
         _check_name(name, "placement.classes: class name")
     if placement.default_class not in known:
         raise ValueError(f"placement.default_class {placement.default_class!r} is none of {sorted(known)}")
+    _check_yielding(config)
     for name, pool in config.pools.items():
         if unknown := set(pool.classes) - known:
             raise ValueError(f"{name}: classes {sorted(unknown)} are not in placement.classes {sorted(known)}")
@@ -141,6 +142,19 @@ def _check_classes(config: BatonConfig) -> None:
         decoding = [*config.decode.values(), *config.mixed.values()]
         if not any(not pool.classes or name in pool.classes for pool in decoding):
             raise ValueError(f"no decode or mixed pool serves class {name!r}")
+
+
+def _check_yielding(config: BatonConfig) -> None:
+    """Check that a class that yields promises nothing, and goes after all that do not yield."""
+    classes = config.placement.classes
+    others = max((each.rank for each in classes.values() if not each.yields), default=-1)
+    for name, each in classes.items():
+        if not each.yields:
+            continue
+        if each.rank <= others:
+            raise ValueError(f"placement.classes.{name}: a class that yields has a rank over {others}, that of another")
+        if each.ttft_s is not None or each.tpot_s is not None:
+            raise ValueError(f"placement.classes.{name}: a class that yields has no objectives")
 
 
 def _check_keys(ingress: IngressConfig) -> None:

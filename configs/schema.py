@@ -223,6 +223,10 @@ class ClassConfig(Section):
     """Objective: seconds from one token to the next; null: none."""
     max_queued: int | None = Field(None, ge=0)
     """More waiting requests of the class are refused; null: only `max_queued_requests` counts."""
+    yields: bool = False
+    """Whether it takes only what the other classes leave: memory and places up to a mark, decode steps within the
+    objectives of the answers beside it, prefill that is idle; and only while none of theirs waits. It must have the
+    highest rank and no objectives."""
 
 
 class WeightsConfig(Section):

@@ -70,7 +70,7 @@ class Allocator:
         if refusal := self.entry.refuse_opening(request, self._open_sessions, now_s):
             return refusal
         session = OpenSession(request, self.predictors.knowledge(request), now_s)
-        if not self.room or request.moved_from:  # a session that moves frees what it has, so it need not queue
+        if request.moved_from or not self.room.holds_up(request):  # what moves frees what it has, and need not queue
             decision = self.decider.decide(session, self.live(now_s, moving=bool(request.moved_from)), now_s)
             if not isinstance(decision, Queue):
                 return self._settle(session, decision, now_s)
@@ -180,7 +180,7 @@ class Allocator:
         steps = self.predictors.steps_of(snapshot.info.pool)
         if moves := self._moves.choose(snapshot, steps, self._sessions, now_s):
             return moves
-        if self.room or not self._moves.is_time_to_rebalance(snapshot, now_s):
+        if self.room.pressing or not self._moves.is_time_to_rebalance(snapshot, now_s):
             return ()
         return self._moves.rebalance(snapshot, self._sessions, self.live(now_s, moving=True))
 
@@ -233,7 +233,7 @@ class Allocator:
     def live(self, now_s: float, moving: bool = False) -> LiveView:
         """The fleet now, as a new session sees it, or one that moves."""
         shut = (*self.cordon, *(self.breakers.shut(now_s) if self.breakers else ()))
-        view = self.fleet.live(now_s, self.predictors.coefficients(now_s), shut, len(self.room))
+        view = self.fleet.live(now_s, self.predictors.coefficients(now_s), shut, self.room.pressing)
         barred = self._moves.barred(now_s, moving)
         return view.without_room_on(barred) if barred else view
 

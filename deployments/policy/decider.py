@@ -128,7 +128,8 @@ class Decider:
 
     def _field(self, session: OpenSession, view: View, priority: PriorityClass) -> Field:
         objectives = (priority.ttft_s or math.inf, priority.tpot_s or math.inf)
-        return Field(session.request, view, self.settings, session.knowledge, self._rng, objectives)
+        known = session.knowledge
+        return Field(session.request, view, self.settings, known, self._rng, objectives, priority.yields)
 
     def takes_s(self, session: OpenSession, view: View) -> float:
         """The predicted seconds from a placement of this request until its first token, on the fastest replica."""

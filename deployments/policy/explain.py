@@ -15,5 +15,5 @@ def explain(allocator: Allocator, request: SessionRequest, now_s: float) -> dict
     if refusal := allocator.entry.refusal(request, now_s):
         return {"decision": decision_of(refusal)}
     session = OpenSession(request, allocator.predictors.look(request), now_s)
-    ahead = allocator.room.ahead_of(request, now_s) if allocator.room else 0
+    ahead = allocator.room.ahead_of(request, now_s) if allocator.room.holds_up(request) else 0
     return allocator.decider.explain(session, allocator.live(now_s), ahead, now_s)

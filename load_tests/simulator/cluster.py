@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from configs.schema import BatonConfig
 from deployments.messages import ReplicaInfo, Role
 from load_tests.simulator.links import Nic
-from load_tests.simulator.metrics import Classes
+from load_tests.simulator.metrics import Classes, Objectives
 from load_tests.simulator.profiles import Cluster, Pool
 from load_tests.simulator.replica import Replica
 from load_tests.simulator.reporting import Reporter
@@ -73,15 +73,19 @@ def configuration(cluster: Cluster, block_tokens: int, classes: Classes, options
                 "queue_timeout_s": options.queue_timeout_s,
                 "max_queued_requests": options.max_queued_requests,
                 "snapshot_interval_s": options.snapshot_interval_s,
-                "classes": {
-                    each.name: {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s, "rank": rank}
-                    for rank, each in enumerate(classes)
-                },
+                "classes": {each.name: _class(each, rank) for rank, each in enumerate(classes)},
                 "default_class": classes[0].name,
                 **dict(options.placement),
             },
         }
     )
+
+
+def _class(objectives: Objectives, rank: int) -> dict[str, object]:
+    """A priority class."""
+    if objectives.yields:
+        return {"rank": rank, "yields": True}
+    return {"ttft_s": objectives.ttft_s, "tpot_s": objectives.tpot_s, "rank": rank}
 
 
 def _pools(cluster: Cluster, block_tokens: int) -> dict[str, object]:

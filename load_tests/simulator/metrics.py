@@ -15,12 +15,14 @@ class Objectives:
     """A priority class for prompts of up to `most_prompt_tokens`; None: for all that no earlier class takes.
 
     A request is good when its first token came within `ttft_s`, and the other tokens came every `tpot_s` on average.
+    `yields`: the class promises neither, and takes what the others leave; it is the last one.
     """
 
     name: str
     ttft_s: float
     tpot_s: float
     most_prompt_tokens: int | None = None
+    yields: bool = False
 
 
 HOT = "hot-"

@@ -158,6 +158,16 @@ WRONG = [
     ("placement.classes", {"chat": {}}, "placement.default_class 'default' is none of ['chat']"),
     ("placement.default_class", "chat", "placement.default_class 'chat' is none of ['default']"),
     ("placement", {"classes": {"a b": {}}, "default_class": "a b"}, "class name 'a b'"),
+    (
+        "placement.classes",
+        {"default": {"rank": 1}, "night": {"rank": 1, "yields": True}},
+        "placement.classes.night: a class that yields has a rank over 1",
+    ),
+    (
+        "placement.classes",
+        {"default": {}, "night": {"rank": 1, "yields": True, "tpot_s": 1}},
+        "placement.classes.night: a class that yields has no objectives",
+    ),
     ("decode.main.classes", ["chat"], "decode-main: classes ['chat'] are not in placement.classes ['default']"),
     (
         "decode.main",

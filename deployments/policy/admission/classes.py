@@ -16,7 +16,8 @@ class PriorityClass:
     """One class. `ttft_s`, `tpot_s`: its objectives; None: it has none. A lower `rank` is served first.
 
     `weight`: its share of the turns that are not given by rank. `max_queued`: the most requests of the class that wait;
-    None: the class has no limit of its own.
+    None: the class has no limit of its own. `yields`: it is placed only where the others leave room, and only while
+    none of these waits.
     """
 
     name: str
@@ -25,6 +26,7 @@ class PriorityClass:
     tpot_s: float | None = None
     weight: float = 1.0
     max_queued: int | None = None
+    yields: bool = False
 
 
 class PriorityClasses:
@@ -38,7 +40,7 @@ class PriorityClasses:
     def of(cls, placement: PlacementConfig) -> PriorityClasses:
         """As configured."""
         classes = (
-            PriorityClass(name, each.rank, each.ttft_s, each.tpot_s, each.weight, each.max_queued)
+            PriorityClass(name, each.rank, each.ttft_s, each.tpot_s, each.weight, each.max_queued, each.yields)
             for name, each in placement.classes.items()
         )
         return cls(classes, placement.default_class)

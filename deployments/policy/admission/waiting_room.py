@@ -9,6 +9,8 @@ class starves. Within a class the clients share fairly (`fair_queue`).
 Sessions that are placed again, some in the middle of their answers, are tried before all of these, and the room is
 never full for them: they were admitted once.
 
+Requests of classes that yield are tried only while no other waits. They have no share, and hold nothing up.
+
 A request that cannot be placed now does not hold up later ones that can. After half its allowed wait, a request claims
 a decode replica, so smaller requests stop overtaking it: requests behind it are placed on other replicas only, and the
 claimed replica empties. It is the one that is nearest to having room. (Claims on all replicas that could hold the
@@ -25,8 +27,9 @@ from operator import itemgetter
 
 from deployments.fleet.view import View
 from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
+from deployments.policy.admission.class_queue import ClassQueue
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
-from deployments.policy.admission.fair_queue import Line, Waiter
+from deployments.policy.admission.fair_queue import Waiter
 from deployments.policy.placement.field import claimed
 
 OVERTAKING_DEPTH = 64
@@ -54,26 +57,6 @@ class Entered:
     displaced: Called | None = None
 
 
-class _Class:
-    """One class in the room. `turns`: the number of its requests served, divided by its weight."""
-
-    def __init__(self, priority: PriorityClass) -> None:
-        self.priority = priority
-        self.line = Line(priority)
-        self.turns = 0.0
-
-    @property
-    def after_next(self) -> float:
-        """`turns` after one more request."""
-        return self.turns + 1 / self.priority.weight
-
-    def in_order(self, depth: int, now_s: float) -> Iterator[tuple[tuple[int, float], Waiter]]:
-        """Its first `depth` requests, each with the key that orders it among the classes of its rank."""
-        for waiter in islice(self.line.in_order(), depth):
-            is_in_time = self.priority.ttft_s is not None and now_s < waiter.target_s
-            yield (0, waiter.target_s) if is_in_time else (1, self.after_next), waiter
-
-
 class WaitingRoom:
     """At most `max_requests` requests wait, each for at most `timeout_s`. Times are seconds of the caller's clock.
 
@@ -91,7 +74,7 @@ class WaitingRoom:
         self._timeout_s = timeout_s
         self._max_retry_after_s = max_retry_after_s
         self._classes = classes or PriorityClasses()
-        self._queues = {name: _Class(self._classes.resolve(name)) for name in self._classes.names}
+        self._queues = {name: ClassQueue(self._classes.resolve(name)) for name in self._classes.names}
         self.keep_until_s = 0.0
         self._waiters: dict[str, Waiter] = {}  # in order of arrival
         self._again: dict[str, Waiter] = {}  # those of them that are placed again
@@ -102,6 +85,15 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         return len(self._waiters)
+
+    def holds_up(self, request: SessionRequest) -> bool:
+        """Whether a new request has to wait because others do. Raises UnknownClass when its class does not exist."""
+        return bool(self._waiters if self._classes.resolve(request.priority).yields else self.pressing)
+
+    @property
+    def pressing(self) -> int:
+        """The number of requests that do not yield."""
+        return len(self._waiters) - sum(len(each.line) for each in self._queues.values() if each.priority.yields)
 
     def __contains__(self, session_id: object) -> bool:
         return session_id in self._waiters
@@ -203,7 +195,7 @@ class WaitingRoom:
         """The number of waiting requests, by class."""
         return {name: len(queue.line) for name, queue in self._queues.items()}
 
-    def _make_room(self, queue: _Class, client: str, now_s: float) -> Called | Reject | None:
+    def _make_room(self, queue: ClassQueue, client: str, now_s: float) -> Called | Reject | None:
         """Room for one more request of a class and client: the request displaced for it, if any, or the refusal."""
         limit = queue.priority.max_queued
         if limit is not None and len(queue.line) >= limit:
@@ -218,14 +210,16 @@ class WaitingRoom:
         full = f"{len(self._waiters)} requests are waiting already"
         return self._displace_one_of_many(queue, client, now_s) or self._full(full, now_s)
 
-    def _displace_one_of_many(self, queue: _Class, client: str, now_s: float) -> Called | None:
+    def _displace_one_of_many(self, queue: ClassQueue, client: str, now_s: float) -> Called | None:
         waiters = queue.line.of_greatest_client(at_least=queue.line.count(client) + 2)
         newest = max(filter(self._may_be_displaced, waiters), key=lambda waiter: waiter.number, default=None)
         if newest is None:
             return None
         return self._displace(newest, f"its client has {len(waiters)} requests in it", now_s)
 
-    def _seat(self, request: SessionRequest, queue: _Class, now_s: float, output_tokens: float, takes_s: float) -> None:
+    def _seat(
+        self, request: SessionRequest, queue: ClassQueue, now_s: float, output_tokens: float, takes_s: float
+    ) -> None:
         if not queue.line:
             queue.turns = max(queue.turns, self._turns)
         self._arrived += 1
@@ -248,6 +242,7 @@ class WaitingRoom:
     def _in_turn(self, now_s: float) -> Iterator[Waiter]:
         """The requests by the order of their classes."""
         waiting = [queue for queue in self._queues.values() if queue.line]
+        waiting = [queue for queue in waiting if not queue.priority.yields] or waiting
         if self._due is None and waiting and self._by_rank >= TURNS_BY_RANK:
             self._due = next(min(waiting, key=lambda queue: queue.after_next).line.in_order())
         if self._due is not None:

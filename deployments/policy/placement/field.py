@@ -21,6 +21,7 @@ from deployments.policy.chance import Chance
 from deployments.policy.placement.estimates import Outlook
 from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
+from deployments.policy.placement.yielding import LONGEST_QUEUE_S, spares
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.memory.blocks import blocks_for
 
@@ -64,8 +65,8 @@ class Field:
     """One request and the fleet: where it could go, and what to expect of each replica.
 
     `rng` decides between equals. `objectives`: TTFT and TPOT of the request's class in seconds; infinite where the
-    class has none. `modes`: those in which the request may be served, best first. The flags have one entry per row of
-    `columns`.
+    class has none. `modes`: those in which the request may be served, best first. `yields`: it takes only what others
+    leave. The flags have one entry per row of `columns`.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Field:
         knowledge: Knowledge,
         rng: Chance,
         objectives: tuple[float, float],
+        yields: bool = False,
     ) -> None:
         self.request, self.view, self.settings, self.knowledge = request, view, settings, knowledge
-        self.rng, self.objectives = rng, objectives
+        self.rng, self.objectives, self.yields = rng, objectives, yields
         self.columns = view.columns
         self.outlook = Outlook(request, self.columns, knowledge, view.now_s, settings.prompt_share, settings.fetches)
         self.modes = _modes(request, settings)
@@ -92,7 +94,10 @@ class Field:
     def has_room(self) -> Flags:
         """The replicas that can hold the whole answer now."""
         columns, tokens = self.columns, most_tokens(self.request)
-        able: Flags = columns["room_blocks"] >= columns.blocks_for(tokens)
+        blocks = columns.blocks_for(tokens)
+        able: Flags = columns["room_blocks"] >= blocks
+        if self.yields:
+            able &= spares(columns, blocks, self.outlook.step_s, self.settings.slack)
         return able & columns.ready & self.can_hold(tokens)
 
     @cached_property
@@ -124,7 +129,7 @@ class Field:
     @property
     def longest_queue_s(self) -> float:
         """The most predicted seconds of prompts behind which this one is placed."""
-        limit_s = self.settings.prefill_queue_s
+        limit_s = LONGEST_QUEUE_S if self.yields else self.settings.prefill_queue_s
         return min(math.inf if limit_s is None else limit_s, TURN_SHARE * self.objectives[0])
 
     @cached_property

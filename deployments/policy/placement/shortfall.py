@@ -13,6 +13,13 @@ from transfer.memory.blocks import blocks_for
 
 def shortfall(here: Field) -> Queue | Reject:
     """Why a request has no place now."""
+    found = _shortfall(here)
+    if here.yields and isinstance(found, Queue) and not found.unavailable:
+        return Queue("no replica has anything to spare for a class that yields", for_turn=found.for_turn)
+    return found
+
+
+def _shortfall(here: Field) -> Queue | Reject:
     could_prefill = here.alone_with_room | (here.all_helpers if here.pair_owners.any() else False)
     if could_prefill.any() and not (could_prefill & here.has_turn).any():
         limit_s = here.longest_queue_s

@@ -86,6 +86,8 @@ def _waiting(allocator: Allocator, columns: Columns) -> Waiting:
     free = float((columns["free_blocks"] * columns["block_size"])[able].max(initial=0.0))
     prefill = memory = place = prefill_tokens = decode_tokens = 0
     for request in allocator.room.requests():
+        if allocator.decider.classes.resolve(request.priority).yields:
+            continue  # it takes what there is, and no replica starts for it
         tokens = request.prompt_tokens + request.max_tokens
         if tokens <= room:
             prefill, prefill_tokens = prefill + 1, prefill_tokens + request.prompt_tokens

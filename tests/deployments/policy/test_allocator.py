@@ -506,3 +506,25 @@ def test_a_replica_that_runs_low_lets_nothing_go_where_no_other_can_take_it() ->
         allocator = allocator_of(info("p0"), few, *others, overcommit=2.0)
         allocator.report(pressed(few), 1.0)
         assert allocator.sessions_to_move(allocator.fleet.snapshots()["d0"], 1.0) == ()
+
+
+NIGHT: dict[str, Any] = {
+    "classes": {"chat": ClassConfig(), "night": ClassConfig(rank=1, yields=True)},
+    "default_class": "chat",
+}
+
+
+def test_what_yields_takes_what_is_left_and_others_go_at_once() -> None:
+    allocator = allocator_of(info("p0"), info("d0", total_blocks=100), **NIGHT)
+    lines = [allocator.open(ask(f"n{number}", priority="night"), 0.0) for number in range(6)]
+    assert [isinstance(each, Admit) for each in lines] == [True] * 4 + [False] * 2, "20 of 100 blocks are left"
+    assert allocator.answers(0.0) == []
+    assert isinstance(allocator.open(ask("chat"), 0.0), Admit), "it does not wait behind those that yield"
+    assert allocator.open(ask("waits"), 0.0) is None
+    first, second = (each.placement.epoch for each in lines[:2] if isinstance(each, Admit))
+    allocator.close("n0", first, "stop", 1.0, 5)
+    assert [session_id for session_id, _ in allocator.answers(1.0)] == ["waits"]
+    allocator.close("n1", second, "stop", 2.0, 5)
+    assert allocator.answers(2.0) == [], "what is free now is above the mark"
+    allocator.close("chat", 1, "stop", 3.0, 5)
+    assert [session_id for session_id, _ in allocator.answers(3.0)] == ["n4"]

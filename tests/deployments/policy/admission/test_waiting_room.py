@@ -421,3 +421,36 @@ def test_the_room_is_never_full_for_what_is_placed_again_nor_does_it_leave_for_o
     assert "b" in room
     assert room.remove("b")
     assert room.enter(ask("d", 5), 0.0) == Entered()
+
+
+YIELDING = PriorityClasses((PriorityClass("chat"), PriorityClass("night", 1, weight=50.0, yields=True)), "chat")
+
+
+def later(session_id: str) -> SessionRequest:
+    return replace(ask(session_id, 10), priority="night")
+
+
+def test_what_yields_is_tried_only_while_no_other_waits() -> None:
+    room = room_of(later("n0"), later("n1"), ask("large", 80), classes=YIELDING)
+    assert called(room, fleet_of(decode("d0", 100, 50)), 1.0) is None
+    assert called(room, fleet_of(decode("d0", 100, 50)), 20.0) is None, "nor for having waited for long"
+    found = called(room, fleet_of(decode("d0", 100, 80)), 20.0)
+    assert found is not None
+    assert found[0] == "large"
+    assert [called(room, fleet_of(decode("d0", 100, 50)), 21.0) is not None for _ in "ab"] == [True, True]
+
+
+def test_what_yields_has_no_share_of_the_turns() -> None:
+    room = room_of(later("n"), *(ask(f"c{number}", 10) for number in range(2 * TURNS_BY_RANK)), classes=YIELDING)
+    order = [called(room, fleet_of(decode("d0", 100, 10)), 1.0) for _ in range(2 * TURNS_BY_RANK + 1)]
+    assert [each[0] for each in order if each] == [*(f"c{number}" for number in range(2 * TURNS_BY_RANK)), "n"]
+
+
+def test_what_yields_holds_no_other_up() -> None:
+    room = room_of(later("n"), classes=YIELDING)
+    assert (len(room), room.pressing) == (1, 0)
+    assert not room.holds_up(ask("c", 10))
+    assert room.holds_up(later("m"))
+    room.enter(ask("c", 10), 0.0)
+    assert room.pressing == 1
+    assert room.holds_up(ask("d", 10))

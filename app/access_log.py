@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from app.errors import Answer
+from app.held_response import ASGIApp, Message, Receive, Scope, Send
 from app.request_span import RequestSpan
 from deployments.cluster.request_context import RequestContext
 
@@ -54,6 +55,25 @@ class Entry:
     def trace(self, tracer: Tracer, scope: Mapping[str, Any]) -> None:
         """Begin its span, at its arrival."""
         self.span = RequestSpan(tracer, scope, self._request_id, self._started_s)
+
+    async def around(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run an application that answers the request, and write what became of it."""
+        status, error, is_whole = 0, b"", False
+
+        async def watched(message: Message) -> None:
+            nonlocal status, error, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status >= 400:
+                error += message.get("body", b"")
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await app(scope, receive, watched)
+        finally:
+            failure = Answer(status, json.loads(error)) if is_whole and status >= 400 else None
+            self.write(status, failure, left=not is_whole)
 
     def write(
         self, status: int, failure: Answer | None = None, context: RequestContext | None = None, left: bool = False

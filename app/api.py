@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from app.access.gate import KEY, Gate, check_admin, key_of, quota_of
 from app.access_log import Entry
+from app.batches.paths import is_batch_route
+from app.batches.paths import off as batches_off
 from app.body_text import check_text
 from app.body_types import check_types
 from app.body_values import check_values
@@ -60,6 +62,7 @@ class Gateway:
     `observe` is called with every request that reached the inner application, and its status.
     `page`: the live page; None: there is none.
     `max_queued_requests`: how many may wait for a place; 0: any number. `gate`: None where no request needs an API key.
+    `batches`: answers `/v1/files` and `/v1/batches`, whose bodies it reads itself.
     `tracer`: what makes the spans of requests; None where nothing is traced.
     `counters` counts requests by the modes that served them, by rule, and errors by HTTP status.
     """
@@ -76,6 +79,7 @@ class Gateway:
         page: Page | None = None,
         gate: Gate | None = None,
         tracer: Tracer | None = None,
+        batches: ASGIApp = batches_off,
     ) -> None:
         self.counters: dict[str, dict[str, int]] = {"modes": {}, "rules": {}, "errors": {}}
         self._inner, self._gate = inner, gate
@@ -85,7 +89,7 @@ class Gateway:
         self._timings = timings
         self._bounds, self._pace = Bounds(config, max_queued_requests), Pace(config.refusals_per_s)
         self._large = LargeBodies()
-        self._page, self._tracer = page, tracer
+        self._page, self._tracer, self._batches = page, tracer, batches
         self._own = OwnRoutes(manager, config, timings, self.counters)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,6 +113,9 @@ class Gateway:
         if get and self._page is not None and (shown := await self._page.at(path)) is not None:
             entry.write(shown.status_code)
             await shown(scope, receive, send)
+            return
+        if is_batch_route(path):
+            await entry.around(self._batches, scope, receive, send)
             return
         if (own := await self._own.at(path, scope)) is None:
             await self._forward(scope, receive, send, request_id, entry)

@@ -108,6 +108,42 @@ class SessionNotFound(RequestError):
     """No ingress has a timeline of that request or session, or has it no more."""
 
 
+class BatchesOff(RequestError):
+    """A request is about files or batches, and `ingress.batches` is not set."""
+
+
+class BadBatchRequest(RequestError):
+    """What a request wants of files or batches cannot be. `param`: what of it is wrong, by its name."""
+
+    def __init__(self, reason: str, param: str | None = None) -> None:
+        super().__init__(reason)
+        self.param = param
+
+
+class BatchFileNotFound(RequestError):
+    """This client has no file of that id, or has it no more."""
+
+
+class BatchNotFound(RequestError):
+    """This client has no batch of that id."""
+
+
+class BatchFileInUse(RequestError):
+    """A batch that is not over reads the file."""
+
+
+class BatchFileTooLarge(RequestError):
+    """The file is over `ingress.batches.max_file_bytes`."""
+
+
+class BatchOver(RequestError):
+    """The batch is over and cannot be cancelled."""
+
+
+class BatchQuotaSpent(RequestError):
+    """The client has as many files, bytes or batches as one may have."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of the table. `code` and `retry_after_s` (seconds) are used where the exception has none of its own.
@@ -158,6 +194,14 @@ TABLE: dict[type[Exception], Row] = {
     ResponseNotFound: Row(404, "not_found_error", "response_not_found"),
     SessionNotFound: Row(404, "not_found_error", "session_not_found"),
     BadResponseRequest: Row(400, "invalid_request_error", "bad_response_request"),
+    BatchesOff: Row(400, "invalid_request_error", "batches_off"),
+    BadBatchRequest: Row(400, "invalid_request_error", "bad_batch_request"),
+    BatchFileNotFound: Row(404, "not_found_error", "file_not_found"),
+    BatchNotFound: Row(404, "not_found_error", "batch_not_found"),
+    BatchFileInUse: Row(409, "invalid_request_error", "file_in_use", retried=False),
+    BatchFileTooLarge: Row(413, "invalid_request_error", "file_too_large"),
+    BatchOver: Row(409, "invalid_request_error", "batch_over", retried=False),
+    BatchQuotaSpent: Row(429, "rate_limit_error", "batch_quota", retried=False),
     BadExplainRequest: Row(400, "invalid_request_error", "bad_explain_request"),
     BadPrefixRequest: Row(400, "invalid_request_error", "bad_prefix_request"),
 }
@@ -213,4 +257,4 @@ def answer(error: Exception) -> Answer:
         headers["www-authenticate"] = error.challenge
     if not row.retried:
         headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
-    return Answer(row.status, error_body(message, row.type, code), headers)
+    return Answer(row.status, error_body(message, row.type, code, getattr(error, "param", None)), headers)

@@ -16,6 +16,9 @@ from app.access.gate import Gate
 from app.access.source import keys_of
 from app.api import Gateway
 from app.background import Runs
+from app.batches.meter import BatchMeter
+from app.batches.paths import off as batches_off
+from app.batches.service import Batches, batches_of
 from app.held_response import ASGIApp
 from app.live.feed import Feed
 from app.live.latencies import Latencies, follow
@@ -65,6 +68,7 @@ class Ingress:
         self._pools = Pools(pools)
         self._store = None if store is None else StoreClient(store)
         self._runs: Runs | None = None
+        self._batches: Batches | None = None
         self._adapters: ServedAdapters | None = None
         self._metrics = registry_of(self._config)
         self._tasks = OwnTasks()
@@ -116,6 +120,7 @@ class Ingress:
             self._tasks.own(follow(latencies), "latencies")
         self._feed = Feed(self._manager, latencies, self._config.model.name)
         self._sessions = Sessions(timelines, self._pools.spans, partial(ask_all, "ingress", "timelines"))
+        batches = await self._begun_batches(server, replica_id)
         # Serve's proxy answers with the request id itself.
         gateway = Gateway(
             server,
@@ -127,6 +132,7 @@ class Ingress:
             page=Page(self._feed, self._sessions),
             gate=None if keys is None else Gate(keys, self._config.ingress.admin_key),
             tracer=self._tracer,
+            batches=batches,
         )
         gateway.counters["without_manager"] = self._manager.counters
         return with_cors(gateway, self._config.ingress.allowed_origins)
@@ -139,6 +145,18 @@ class Ingress:
         self._runs = Runs(self._store, ingress.max_ongoing_requests)
         return Middleware(StoredResponses, store=self._store, runs=self._runs, max_body_bytes=ingress.max_body_bytes)
 
+    async def _begun_batches(self, server: ASGIApp, holder: str) -> ASGIApp:
+        """What answers for files and batches, and runs these from now on."""
+        meter = None if self._metrics is None else BatchMeter(self._metrics)
+        noted = (lambda results: None) if meter is None else meter.noted
+        self._batches = batches_of(self._config, server, holder, self._count, noted)
+        if self._batches is None:
+            return batches_off
+        await self._batches.start()
+        if meter is not None:
+            self._tasks.own(meter.follow(self._batches.runner), "batches-metrics")
+        return self._batches.routes
+
     async def _end_in_time(self, core: ClusterCore) -> None:
         """End every answer `ingress.drain_s` seconds after Serve begins to stop this ingress.
 
@@ -147,6 +165,8 @@ class Ingress:
         await until_leaving()
         if self._feed is not None:
             await self._feed.close()
+        if self._batches is not None:
+            await self._batches.stop_running()
         if await is_application_leaving():
             core.refuse(Unavailable("this server is being stopped"))
             if self._runs is not None:  # the store goes too, and nothing could show what they come to
@@ -172,6 +192,8 @@ class Ingress:
         """Serve calls this once, when the last request is over. Background responses may still run."""
         if self._runs is not None:
             await self._runs.ended()  # at the latest when `_end_in_time` ends every answer
+        if self._batches is not None:
+            await self._batches.close()
         if llm := getattr(self, "_llm", None):
             llm.shutdown()
             if self._adapters is not None:

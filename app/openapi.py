@@ -28,8 +28,9 @@ _MEANINGS = {
     400: "The request is wrong, or no replica could ever serve it.",
     401: "The server asks for an API key, and the request has none that it knows.",
     403: "The key may not use the route or the priority class.",
-    404: "There is no such model, or no such stored response.",
+    404: "There is no such model, stored response, file or batch.",
     408: "The body did not arrive in time.",
+    409: "A batch reads the file, or is over.",
     413: "The body is larger than `ingress.max_body_bytes`.",
     429: "Too much is asked for at once.",
     500: "The server failed.",
@@ -88,6 +89,33 @@ _STORED = {
         "get": "List what a stored response was made from, in pages: `after`, `limit` and `order`",
     },
 }
+_BATCHES = {
+    "/v1/files": {
+        "get": "List files, in pages: `after`, `limit`, `order`, `purpose`",
+        "post": "Upload a file of requests",
+    },
+    "/v1/files/{file_id}": {"get": "Retrieve a file's object", "delete": "Delete a file"},
+    "/v1/files/{file_id}/content": {"get": "Retrieve a file's bytes"},
+    "/v1/batches": {"get": "List batches, in pages: `after` and `limit`", "post": "Begin a batch of an uploaded file"},
+    "/v1/batches/{batch_id}": {"get": "Retrieve a batch"},
+    "/v1/batches/{batch_id}/cancel": {"post": "End a batch as it is"},
+}
+_BODIES: dict[str, Any] = {
+    "/v1/files": {
+        "multipart/form-data": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"type": "string", "const": "batch"},
+        }
+    },
+    "/v1/batches": {
+        "application/json": {
+            "input_file_id": {"type": "string"},
+            "endpoint": {"type": "string"},
+            "completion_window": {"type": "string"},
+        }
+    },
+}
+"""The bodies of requests for files and batches: what they must have."""
 
 
 def complete(app: FastAPI) -> None:
@@ -111,6 +139,12 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
         for method, operation in item.items():
             _complete(path, method, operation)
     document["paths"].update({path: {"get": _own(path, *about)} for path, about in _OWN.items()})
+    document["paths"].update(
+        {
+            path: {method: _of_batches(path, method, what) for method, what in item.items()}
+            for path, item in _BATCHES.items()
+        }
+    )
     document["paths"].update(
         {path: {method: _stored(path, method, what) for method, what in item.items()} for path, item in _STORED.items()}
     )
@@ -145,6 +179,8 @@ def _statuses(path: str, method: str, generates: bool) -> list[int]:
     found = {400, 500, *_key_errors(path)}
     if method == "post":
         found |= {404, 408, 413}
+    if path in _BATCHES:
+        found |= {404, 409, 429, 503}
     if path.startswith(("/v1/models/", "/v1/responses/")):
         found.add(404)
     return sorted(found | set(_SESSION_ERRORS if generates else ()))
@@ -193,6 +229,25 @@ def _stored(path: str, method: str, summary: str) -> dict[str, Any]:
     }
     _complete(path, method, operation)
     operation["responses"]["503"] = _error(503, anthropic=False, meaning="The store of responses is away.")
+    return operation
+
+
+def _of_batches(path: str, method: str, summary: str) -> dict[str, Any]:
+    """A route of files and batches."""
+    name = path.partition("{")[2].partition("}")[0]
+    ids = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}] if name else []
+    bytes_ = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    content = bytes_ if path.endswith("/content") else _json({"type": "object"})
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "parameters": ids,
+        "responses": {"200": {"description": "Successful Response", "content": content}},
+    }
+    if method == "post" and path in _BODIES:
+        ((kind, fields),) = _BODIES[path].items()
+        schema = {"type": "object", "properties": fields, "required": list(fields)}
+        operation["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
+    _complete(path, method, operation)
     return operation
 
 

@@ -12,6 +12,9 @@ from app.held_response import Scope
 from deployments.cluster.request_context import RequestContext
 
 SESSION, PRIORITY = b"x-session-id", b"x-baton-class"
+OWNER = "baton.owner"
+"""Where the scope of a request that this server makes itself, such as for a line of a batch, has its owner. A client
+cannot set it."""
 _MAX_HEADER = 256
 _CHAT = ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
 # Found without parsing the body, which vLLM parses. A quote inside a JSON string has a backslash before it.
@@ -61,7 +64,9 @@ def address_of(scope: Scope, client_header: str | None) -> str:
 
 
 def owner_of(scope: Scope) -> str:
-    """Whose stored responses and cached KV a request may use: by its API key; "" for all requests without one."""
+    """Whose stored responses, files and cached KV a request may use: by its API key; "" for all without one."""
+    if OWNER in scope:
+        return str(scope[OWNER])
     if (known := key_of(scope)) is not None:
         return f"key {known.name}"
     key = presented(scope)

@@ -129,10 +129,10 @@ def _check_tiers(name: str, engine: VllmEngineConfig, channel: str) -> None:
 def _check_classes(config: BatonConfig) -> None:
     """Check that every class that is named exists, and that a decode pool serves it."""
     placement = config.placement
-    known = placement.classes.keys() or {DEFAULT_CLASS}
+    known = config.classes.keys()
     for name in known:
         _check_name(name, "placement.classes: class name")
-    if placement.default_class not in known:
+    if placement.default_class not in (placement.classes or {DEFAULT_CLASS}):
         raise ValueError(f"placement.default_class {placement.default_class!r} is none of {sorted(known)}")
     _check_yielding(config)
     for name, pool in config.pools.items():
@@ -164,6 +164,8 @@ def _check_keys(ingress: IngressConfig) -> None:
         given.append("server_args.api_key")
     if len(given) > 1:
         raise ValueError(f"ingress: API keys come from one place, not from {' and '.join(given)}")
+    if ingress.batches is not None and "api_key" in ingress.server_args:
+        raise ValueError("ingress: with batches API keys come from keys_file or keys_env, not from server_args.api_key")
     if ingress.keys_file is not None and not ingress.keys_file.is_absolute():
         raise ValueError(f"ingress.keys_file must be an absolute path, not {str(ingress.keys_file)!r}")
 

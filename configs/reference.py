@@ -34,6 +34,7 @@ HEADINGS: dict[type[schema.Section], str] = {
     schema.IngressConfig: "`ingress`",
     schema.KeyConfig: "each entry of `keys` in the file of `ingress.keys_file`",
     schema.StoredResponsesConfig: "`ingress.stored_responses`",
+    schema.BatchesConfig: "`ingress.batches`",
     schema.LoraConfig: "`lora`",
     schema.AdapterConfig: "each entry of `lora.adapters`",
     schema.ScalingConfig: "`scaling`",

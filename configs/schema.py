@@ -379,6 +379,39 @@ class TracingConfig(Section):
     false for a collector that takes traces alone."""
 
 
+class BatchesConfig(Section):
+    """Files and batches: `/v1/files` and `/v1/batches`, as OpenAI defines them. What is kept survives restarts."""
+
+    database_url: str | None = Field(None, pattern=r"^[a-z][a-z0-9+]*://")
+    """The database of files, batches and answered lines, as SQLAlchemy names it: `sqlite:////var/lib/baton/batches.db`,
+    or `postgresql+psycopg://USER:PASSWORD@HOST/NAME` for ingresses on several nodes. null: SQLite, in
+    `.cache/batches` of the repository."""
+    files_url: str | None = Field(None, min_length=1)
+    """Where the bytes of files are, as fsspec names it: a folder, or `s3://BUCKET/PREFIX` and others whose package is
+    installed. null: `.cache/batches/files` of the repository. Every ingress must reach both."""
+    priority_class: str = Field("batch", min_length=1)
+    """The priority class of lines. One that `placement.classes` does not name is made, with a rank above all others and
+    `yields`. An API key with `classes` may have batches where it names this one."""
+    max_concurrency: int = Field(64, gt=0)
+    """Lines that one ingress runs at once at most; how many of them depends on what admission lets in."""
+    max_file_bytes: int = Field(1024 * 1024 * 1024, gt=0)
+    """The largest file that can be uploaded. A line has `ingress.max_body_bytes` at most."""
+    max_lines: int = Field(1_000_000, gt=0, le=2**31)
+    """The most lines of a batch."""
+    max_files: int = Field(1000, gt=0)
+    """Files that one API key may have. Without keys, each key that clients make up counts alone."""
+    max_bytes: int = Field(10 * 1024 * 1024 * 1024, gt=0)
+    """Bytes of all files of one API key. What batches write counts, and is not refused."""
+    max_total_bytes: int = Field(100 * 1024 * 1024 * 1024, gt=0)
+    """Bytes of all files."""
+    max_batches: int = Field(16, gt=0)
+    """Batches of one API key that are not over."""
+    max_completion_window_s: int = Field(7 * 86400, gt=0)
+    """The longest `completion_window`. Lines that are not answered within it get an error."""
+    file_ttl_s: int = Field(30 * 86400, gt=0)
+    """Seconds after which a file is removed that says nothing else (`expires_after`)."""
+
+
 class KeyConfig(Section):
     """An API key: an entry of `keys` in the file of `ingress.keys_file`. Only the key's hash is in it."""
 
@@ -438,6 +471,8 @@ class IngressConfig(Section):
     """One JSON line for each request, on the standard output of its ingress."""
     stored_responses: StoredResponsesConfig | None = None
     """Where set, even to `{}`: responses are stored, in a process that all ingresses share. null: none are."""
+    batches: BatchesConfig | None = None
+    """Where set, even to `{}`: files and batches are served, in every ingress. null: they are not."""
     admin_key: str | None = Field(None, min_length=1)
     """What the header `X-Baton-Admin-Key` must hold to load and unload adapters; null: only an API key with `admin`
     may. Where there are API keys, it opens `/status`, `/baton/*` and `/metrics`, too."""
@@ -527,6 +562,16 @@ class BatonConfig(Section):
         prefill = {} if self.prefill is None else {"prefill": self.prefill}
         named = {"decode": self.decode, "mixed": self.mixed}
         return prefill | {f"{role}-{name}": pool for role, pools in named.items() for name, pool in pools.items()}
+
+    @property
+    def classes(self) -> dict[str, ClassConfig]:
+        """Every priority class by name: those of `placement.classes`, or one that promises nothing; that of batches."""
+        named = dict(self.placement.classes) or {DEFAULT_CLASS: ClassConfig()}
+        batches = self.ingress.batches
+        if batches is not None and batches.priority_class not in named:
+            rank = 1 + max(each.rank for each in named.values())
+            named[batches.priority_class] = ClassConfig(rank=rank, yields=True)
+        return named
 
     @property
     def block_size(self) -> int:

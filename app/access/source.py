@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from app.access.keys import Keys, parse
-from configs.checks import DEFAULT_CLASS
 from configs.schema import BatonConfig
 
 LOOK_EVERY_S = 2.0
@@ -59,7 +58,7 @@ def keys_of(config: BatonConfig, environment: Mapping[str, str] = os.environ) ->
     Raises ValueError where they cannot be read: a server that should ask for keys does not start without them.
     """
     ingress = config.ingress
-    classes = config.placement.classes.keys() or {DEFAULT_CLASS}
+    classes = config.classes.keys()
     try:
         if ingress.keys_file is not None:
             return KeysFile(ingress.keys_file, classes)

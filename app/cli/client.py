@@ -85,13 +85,14 @@ def _ask(
     except ValueError as error:
         raise CliError(f"{url} answered {response.status_code} without JSON: it is not a Baton") from error
     if response.status_code in (401, 403):
-        raise CliError(f"{url} wants an administrator's key: set {KEY_VARIABLE} ({_reason(found)})")
+        raise CliError(f"{url} wants an administrator's key: set {KEY_VARIABLE} ({reason_of(found)})")
     if response.status_code != 200 or not isinstance(found, dict):
-        raise CliError(f"{url} answered {response.status_code}: {_reason(found)}")
+        raise CliError(f"{url} answered {response.status_code}: {reason_of(found)}")
     return found
 
 
-def _reason(found: object) -> str:
+def reason_of(found: object) -> str:
+    """Why a server has refused, from the JSON of its answer."""
     error = found.get("error") if isinstance(found, dict) else None
     return str(error.get("message", error) if isinstance(error, dict) else error or "without a reason")
 

@@ -14,6 +14,8 @@ from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
+from app.cli import batch
+
 app = typer.Typer(
     name="baton",
     help="Serve large language models with prefill and decode on separate replicas, and look after them.",
@@ -22,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(batch.app, name="batch")
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 A = TypeVar("A")

@@ -16,6 +16,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
 COMMANDS = (
     *("serve", "status", "sessions", "drain", "explain"),
     *("prefixes add", "prefixes list", "prefixes remove"),
+    *("batch run", "batch status", "batch cancel"),
     "doctor",
 )
 WIDTH = 100
@@ -26,10 +27,11 @@ _HEAD = """# Console command
 fails says why in one line on stderr: its exit status is 1, and 2 for a wrong option. This page is what `--help`
 prints (`python -m app.cli.reference --write`).
 
-`status`, `sessions`, `drain`, `explain` and `prefixes` ask a running Baton ([HTTP API](http-api.md)).
-`sessions REQUEST_ID` says [when the request did what](../guides/observe.md#one-sessions-timeline). The administrator's
-key in the variable `BATON_ADMIN_KEY` is sent as the header `x-baton-admin-key`. No command shows the text of a prompt
-or an answer. What `explain`, `prefixes` and `drain` print is in [Operate](../guides/operate.md).
+`status`, `sessions`, `drain`, `explain`, `prefixes` and `batch` ask a running Baton ([HTTP API](http-api.md)).
+`sessions REQUEST_ID` says [when the request did what](../guides/observe.md#one-sessions-timeline). The
+administrator's key in the variable `BATON_ADMIN_KEY` is sent as the header `x-baton-admin-key`; what `batch`
+asks goes with the API key in `BATON_API_KEY`. No command shows the text of a prompt or an answer. What `explain`,
+`prefixes` and `drain` print is in [Operate](../guides/operate.md); batches are in [Batches](../guides/batches.md).
 """
 _TAIL = """
 `doctor` starts no engine and opens no NIXL agent: it reads what is installed and what the kernel says. With

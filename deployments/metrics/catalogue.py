@@ -97,6 +97,8 @@ TTFT_PART = _ingress(
 HANDOFF = _histogram("baton_handoff_gap_seconds", "From a split answer's first token to decode's first.", GAP_S)
 TTFT_RATIO = _histogram("baton_ttft_prediction_ratio", "Time from placement to first token, to predicted.", RATIO)
 TPOT_RATIO = _histogram("baton_tpot_prediction_ratio", "An answer's TPOT, to predicted.", RATIO)
+BATCH_LINES = _ingress("baton_batch_lines", "Lines of batches, by what became of them.", "outcome")
+BATCHES = _add("baton_batches_running", Kind.GAUGE, "ingress", "", "Batches that the ingress works on.")
 AGAIN = _ingress("baton_sessions_placed_again", "Placements after a `move` or a `loss`, by error.", "pool cause error")
 
 # ---- a replica

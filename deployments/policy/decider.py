@@ -85,7 +85,7 @@ class Decider:
         self._config, self._rng = config.placement, rng
         self.settings = settings_of(config)
         self.policy = POLICIES[config.placement.policy]()
-        self.classes = PriorityClasses.of(config.placement)
+        self.classes = PriorityClasses.of(config)
         self._flow = _Flow()
 
     def decide(self, session: OpenSession, view: View, now_s: float) -> Decision:

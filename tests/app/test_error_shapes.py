@@ -174,7 +174,8 @@ async def test_an_unknown_route_is_404(server: Server) -> None:
 async def test_a_wrong_method_is_405(server: Server) -> None:
     documented = (await server.http.get("/openapi.json")).json()["paths"]
     assert documented.keys() >= BODIES.keys() | {"/health", "/ready", "/baton/status", "/load", "/ping"}
-    stored = {path for path in documented if path.startswith("/v1/responses/")}  # off here, which comes first
+    off = ("/v1/responses/", "/v1/files", "/v1/batches")  # here, which comes first
+    stored = {path for path in documented if path.startswith(off)}
     for path in [*(documented.keys() - {"/metrics"} - stored), "/docs", "/openapi.json"]:
         response = await server.http.patch(path, json={})
         check(response, path, 405)
@@ -384,11 +385,15 @@ async def test_the_document_has_every_route_with_its_headers_and_errors(server: 
     shown = {r.path_format for r in server.inner.routes if isinstance(r, APIRoute) and r.include_in_schema}
     one = "/v1/responses/{response_id}"
     stored = {one, f"{one}/cancel", f"{one}/input_items"}
-    assert document["paths"].keys() == shown | stored | {"/health", "/ready", "/baton/status"}
+    file, batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+    batches = {"/v1/files", file, f"{file}/content", "/v1/batches", batch, f"{batch}/cancel"}
+    assert document["paths"].keys() == shown | stored | batches | {"/health", "/ready", "/baton/status"}
     for path, item in document["paths"].items():
         for operation in item.values():
             _check_operation(path, operation)
     assert "503" in document["paths"][one]["delete"]["responses"]
+    assert "409" in document["paths"][file]["delete"]["responses"]
+    assert "multipart/form-data" in document["paths"]["/v1/files"]["post"]["requestBody"]["content"]
     messages = document["paths"]["/v1/messages"]["post"]["responses"]
     assert messages.keys() == {"200", "400", "401", "403", "404", "408", "413", "429", "500", "503", "504"}
     assert "Retry-After" in messages["429"]["headers"]

@@ -168,6 +168,12 @@ WRONG = [
         {"default": {}, "night": {"rank": 1, "yields": True, "tpot_s": 1}},
         "placement.classes.night: a class that yields has no objectives",
     ),
+    (
+        "ingress",
+        {"batches": {}, "server_args": {"api_key": "x"}},
+        "with batches API keys come from keys_file or keys_env",
+    ),
+    ("ingress.batches", {"database_url": "batches.db"}, "ingress.batches.database_url"),
     ("decode.main.classes", ["chat"], "decode-main: classes ['chat'] are not in placement.classes ['default']"),
     (
         "decode.main",

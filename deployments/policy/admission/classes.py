@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from configs.checks import DEFAULT_CLASS
-from configs.schema import PlacementConfig
+from configs.schema import BatonConfig
 from deployments.errors import UnknownClass
 from deployments.messages import Reject
 
@@ -37,13 +37,13 @@ class PriorityClasses:
         self._default = self._by_name[default]
 
     @classmethod
-    def of(cls, placement: PlacementConfig) -> PriorityClasses:
+    def of(cls, config: BatonConfig) -> PriorityClasses:
         """As configured."""
         classes = (
             PriorityClass(name, each.rank, each.ttft_s, each.tpot_s, each.weight, each.max_queued, each.yields)
-            for name, each in placement.classes.items()
+            for name, each in config.classes.items()
         )
-        return cls(classes, placement.default_class)
+        return cls(classes, config.placement.default_class)
 
     @property
     def names(self) -> tuple[str, ...]:

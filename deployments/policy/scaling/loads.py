@@ -29,7 +29,7 @@ class Loads:
     """Divides the load among the groups as it was divided lately: at first as their roles say."""
 
     def __init__(self, config: BatonConfig, groups: Sequence[Group]) -> None:
-        self._classes = PriorityClasses.of(config.placement)
+        self._classes = PriorityClasses.of(config)
         self._own_share = config.placement.prompt_share
         self._groups, self._answers = groups, AnswersNow()
         self._shares: dict[Group, tuple[float, float]] = {}

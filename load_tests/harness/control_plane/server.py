@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from app.access.gate import Gate
 from app.api import Gateway
+from app.batches.paths import off as batches_off
+from app.batches.service import batches_of
 from app.frontend import ClusterLLM, build_server
 from app.held_response import ASGIApp
 from configs.schema import BatonConfig, IngressConfig
@@ -50,29 +53,48 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(cluster: InProcess, config: BatonConfig) -> AsyncIterator[Served]:
+async def served(
+    cluster: InProcess, config: BatonConfig, around_lines: Callable[[ASGIApp], ASGIApp] = lambda app: app
+) -> AsyncIterator[Served]:
     """An ingress of its own over the replicas of a control plane in this process.
 
-    `config`: that of the control plane. Nothing of the ingress runs any more at the end.
+    `config`: that of the control plane. `around_lines`: makes what lines of batches ask out of vLLM's server. Nothing
+    of the ingress runs any more at the end.
     """
     core, manager = core_over(
         config, cluster.fleet, ManagerLine(cluster.manager_port), Limits(config.placement.max_attempts)
     )
-    async with serving(config, core, manager) as server:
+    async with serving(config, core, manager, around_lines) as server:
         yield server
 
 
 @contextlib.asynccontextmanager
-async def serving(config: BatonConfig, core: ClusterCore, manager: StandIn) -> AsyncIterator[Served]:
-    """An ingress over a cluster core, with the model that comes with the tests.
+async def serving(
+    config: BatonConfig,
+    core: ClusterCore,
+    manager: StandIn,
+    around_lines: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> AsyncIterator[Served]:
+    """An ingress over a cluster core, with the model that comes with the tests. It runs batches where these are on.
 
     It shuts the manager's stand-in down at the end. Nothing of the ingress runs any more then.
     """
     llm, app = await build_server(config, str(resolve(DEFAULT_SOURCE, DEFAULT_CACHE_DIR)), core)
-    gateway = Gateway(app, config.ingress, manager, max_queued_requests=config.placement.max_queued_requests)
+    batches = batches_of(config, around_lines(app), f"harness {os.getpid()}")
+    gateway = Gateway(
+        app,
+        config.ingress,
+        manager,
+        max_queued_requests=config.placement.max_queued_requests,
+        batches=batches_off if batches is None else batches.routes,
+    )
+    if batches is not None:
+        await batches.start()
     try:
         yield Served(gateway, llm, core, app, manager)
     finally:
+        if batches is not None:
+            await batches.close()
         llm.shutdown()  # the core's, too
         manager.shutdown()
         assert llm.output_handler is not None

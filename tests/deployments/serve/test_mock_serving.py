@@ -36,8 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mock(folder: Path) -> Iterator[Cluster]:
+    batches = {"database_url": f"sqlite:///{folder / 'batches.db'}", "files_url": str(folder / "files")}
     more: dict[str, Any] = {
-        "ingress": {"stored_responses": {}, "admin_key": ADMIN_KEY},
+        "ingress": {"stored_responses": {}, "admin_key": ADMIN_KEY, "batches": batches},
         "trace": {"path": str(folder / "traffic.jsonl")},
     }
     with started("mock.yaml", folder, more=more, drain_s=DRAIN_S) as cluster:
@@ -356,6 +357,26 @@ async def test_the_background_responses_of_a_killed_ingress_have_failed(mock: Cl
         mock.kill("ingress")
         found = await reaches(http, path, "failed")
         assert found["error"]["message"] == LOST
+        await asyncio.to_thread(mock.settled)
+        assert mock.used_blocks() == 0
+
+
+async def test_a_batch_goes_on_when_its_ingress_is_killed(mock: Cluster) -> None:
+    body_of = {"model": "mock", "prompt": [7, 8, 9], "max_tokens": 60, "ignore_eos": True}
+    asked = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body_of} for n in range(300)]
+    content = "\n".join(map(json.dumps, asked)).encode()
+    async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as http:
+        sent = await http.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"})
+        wish = {"input_file_id": sent.json()["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
+        path = f"/v1/batches/{(await http.post('/v1/batches', json=wish)).json()['id']}"
+        async with asyncio.timeout(BACK_WITHIN_S):
+            while not (await body(http, path)).get("request_counts", {}).get("completed"):
+                await asyncio.sleep(0.02)
+        mock.kill("ingress")
+        done = await reaches(http, path, "completed")
+        assert done["request_counts"] == {"total": 300, "completed": 300, "failed": 0}
+        output = (await http.get(f"/v1/files/{done['output_file_id']}/content")).text.splitlines()
+        assert [json.loads(each)["custom_id"] for each in output] == [each["custom_id"] for each in asked]
         await asyncio.to_thread(mock.settled)
         assert mock.used_blocks() == 0
 

@@ -88,6 +88,14 @@ class _Cell:
         p50, p90 = UPPER[below.searchsorted((levels[0] * total, levels[1] * total))].tolist()
         return p50, p90, float(np.minimum(MIDDLE, max_tokens).dot(counts)) / total
 
+    def longer(self, than: NDArray[np.int64], least: int) -> NDArray[np.float64] | None:
+        """Of the answers of more than `least` tokens, the shares that are longer than each of `than`; None as above."""
+        below = self.counts.cumsum()
+        total = below[-1] - np.interp(least, UPPER, below, left=0.0)
+        if total <= 0.0:
+            return None
+        return np.asarray((below[-1] - np.interp(than, UPPER, below, left=0.0)) / total)
+
 
 class LengthPredictor:
     """Learns from every answer that ends; there is one per cluster. A call costs about ten microseconds.
@@ -138,6 +146,18 @@ class LengthPredictor:
                 p90_tokens = max(min(math.floor(p90), limit), p50_tokens)
                 return Length(p50_tokens, p90_tokens, min(mean, float(limit)))
         return Length(limit, limit, float(limit))
+
+    def lasting(self, request: SessionRequest, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The chances that what is to be written is longer than each of `tokens`. Nothing is remembered."""
+        limit, answered = request.max_tokens, request.answered_tokens
+        within = tokens < limit
+        for key in _keys(request):
+            cell = self._cells.get(key)
+            if cell is None or cell.count < self._enough:
+                continue
+            if (found := cell.longer(tokens + answered, answered)) is not None:
+                return np.where(within, found, 0.0)
+        return within.astype(np.float64)
 
     def observe(self, request: SessionRequest, output_tokens: int, finished_by_limit: bool = False) -> None:
         """An answer ended. Do not report answers that the client or a failure cut short: they say too little.

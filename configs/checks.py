@@ -106,6 +106,7 @@ def _check_engines(config: BatonConfig) -> None:
         _check_tiers(name, engine, config.channel.kind)
         if engine.pipeline_parallel_size > 1 and config.channel.kind != "nixl":
             raise ValueError(f"{name}: pipeline_parallel_size needs channel.kind nixl, not {config.channel.kind}")
+        _check_phases(name, engine)
     if config.channel.kind == "vllm" and vllm.keys() != engines.keys():
         raise ValueError("channel.kind vllm is vLLM's own connector: every pool's engine.kind must be vllm, not mock")
     dtypes = {name: engine.engine_args.get("kv_cache_dtype", "auto") for name, engine in vllm.items()}
@@ -124,6 +125,18 @@ def _check_tiers(name: str, engine: VllmEngineConfig, channel: str) -> None:
     algorithm = engine.engine_args.get("prefix_caching_hash_algo", "sha256")
     if not str(algorithm).startswith("sha256"):
         raise ValueError(f"{name}: host_kv_bytes and disk_kv name blocks by sha256, not by {algorithm}")
+
+
+def _check_phases(name: str, engine: VllmEngineConfig) -> None:
+    """Check that an engine that works in phases does so alone with its requests, and with Baton's scheduler."""
+    if not engine.phases:
+        return
+    if not name.startswith("mixed-"):
+        raise ValueError(f"{name}: phases are for mixed pools: a prefill or decode pool has one phase only")
+    if taken := {"async_scheduling", "scheduler_cls"} & engine.engine_args.keys():
+        raise ValueError(
+            f"{name}: engine.engine_args may not set {sorted(taken)} with phases: Baton sets the scheduler"
+        )
 
 
 def _check_classes(config: BatonConfig) -> None:

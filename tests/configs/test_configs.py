@@ -346,6 +346,30 @@ def test_pools_that_cannot_serve_are_refused(pools: dict[str, Any], error: str) 
         BatonConfig.model_validate(pools)
 
 
+PHASED: dict[str, Any] = {"kind": "vllm", "phases": True}
+
+
+def test_a_mixed_pool_may_work_in_phases() -> None:
+    engine = BatonConfig.model_validate({"mixed": {"batch": {"engine": PHASED}}}).mixed["batch"].engine
+    assert engine.kind == "vllm"
+    assert engine.phases
+
+
+@pytest.mark.parametrize(
+    ("pools", "error"),
+    [
+        ({"prefill": {"engine": PHASED}, "decode": {"main": {}}}, "prefill: phases are for mixed pools"),
+        (
+            {"mixed": {"a": {"engine": {**PHASED, "engine_args": {"scheduler_cls": "x"}}}}},
+            "may not set \\['scheduler_cls'\\] with phases",
+        ),
+    ],
+)
+def test_phases_are_for_mixed_pools_and_for_our_scheduler(pools: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValidationError, match=error):
+        BatonConfig.model_validate(pools)
+
+
 @pytest.mark.parametrize("pools", [{"mixed": {"main": {}}}, {"mixed": {"main": {}}, "prefill": {}}])
 def test_mixed_pools_need_no_others(pools: dict[str, Any]) -> None:
     assert BatonConfig.model_validate(pools).pools

@@ -101,7 +101,10 @@ class EngineArguments:
             **config.engine_args,
         )
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if "long_prefill_token_threshold" not in config.engine_args:  # else vLLM sizes its steps
+        if config.phases:
+            kind = "AsyncPhasedScheduler" if vllm_config.scheduler_config.async_scheduling else "PhasedScheduler"
+            vllm_config.scheduler_config.scheduler_cls = f"deployments.engine.vllm.phased_scheduler.{kind}"
+        elif "long_prefill_token_threshold" not in config.engine_args:  # else vLLM sizes its steps
             prior = prior_of(vllm_config, self.device) or tuple(UNKNOWN)
             transfer.kv_connector_extra_config["pace"] = {"prior": prior, "prompt_share": self.prompt_share}
         return vllm_config

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from deployments.engine.vllm.cpu_adapters import skip_plain_tokens
+from deployments.engine.vllm.phased_scheduler import PhasedScheduler
 from deployments.engine.vllm.step_pace import StepPace
 from deployments.messages import StepSample
 from deployments.step_cost import Coefficients
@@ -41,12 +42,15 @@ def sample_of(report: StepReport) -> StepSample:
 
 
 class PacedConnector(BatonConnector):
-    """Baton's connector. Before each step it sets how many prompt tokens the step takes."""
+    """Baton's connector. Before each step it sets how many prompt tokens the step takes, unless the engine works in
+    phases. It tells the pace, or the control plane of the phases, how long steps take."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._pace = pace_of(self._kv_transfer_config.kv_connector_extra_config)
+            scheduler = scheduler_on_the_stack()
+            self._phased = scheduler if isinstance(scheduler, PhasedScheduler) else None
         else:
             skip_plain_tokens(vllm_config)
 
@@ -62,6 +66,12 @@ class PacedConnector(BatonConnector):
 
     def get_kv_connector_stats(self) -> Any:
         report = super().get_kv_connector_stats()
-        if report is not None and self._pace is not None:
-            self._pace.learn(sample_of(report))
+        if report is not None:
+            self._learn(sample_of(report))
         return report
+
+    def _learn(self, step: StepSample) -> None:
+        if self._pace is not None:
+            self._pace.learn(step)
+        if self._phased is not None:
+            self._phased.controller.learn(step)

@@ -324,7 +324,7 @@ async def vllm_pair(model: Path) -> AsyncIterator[EnginePair]:
         await prefill.close()
 
 
-async def _start_vllm(role: Role, path: Path) -> Running:
+async def _start_vllm(role: Role, path: Path, config: VllmEngineConfig = VLLM) -> Running:
     from deployments.engine.build import environment
     from tests.deployments.engine.vllm.vllm_wire import decode_outputs, encode
 
@@ -333,7 +333,7 @@ async def _start_vllm(role: Role, path: Path) -> Running:
     from deployments.engine.vllm.engine import VllmEngine
 
     engine = VllmEngine(
-        VLLM,
+        config,
         model,
         ChannelConfig(handoff_timeout_s=60),
         model_path=str(path),
@@ -400,6 +400,12 @@ def make_pair() -> Callable[..., contextlib.AbstractAsyncContextManager[EnginePa
 @pytest.fixture
 def start() -> Callable[[MockEngine], Awaitable[Running]]:
     return start_plain
+
+
+@pytest.fixture
+def start_vllm() -> Callable[..., Awaitable[Running]]:
+    """`start_vllm(role, path, config)`: a real engine core, which the test closes."""
+    return _start_vllm
 
 
 KINDS = [

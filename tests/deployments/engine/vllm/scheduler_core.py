@@ -163,12 +163,13 @@ class Core:
         self.stats = found[0] if found else None
 
 
-def make(model: Path, role: Role, **engine_args: Any) -> Core:
+def make(model: Path, role: Role, *, settings: dict[str, Any] | None = None, **engine_args: Any) -> Core:
     config = VllmEngineConfig(
         block_size=SIZE,
         max_num_seqs=SEATS,
         max_num_batched_tokens=CHUNK,
         engine_args={"skip_tokenizer_init": True, **engine_args},
+        **(settings or {}),
     )
     baton = BatonModel(source=str(model), dtype="float32", max_model_len=512)
     arguments = EngineArguments(config, baton, ChannelConfig(), str(model), role, "r", "", "127.0.0.1")

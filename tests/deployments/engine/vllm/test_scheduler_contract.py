@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -244,6 +245,6 @@ def test_an_answer_whose_kv_cache_is_coming_counts_as_one_that_runs(core: Core) 
 
 
 @pytest.mark.parametrize("engine_args", [{}, {"long_prefill_token_threshold": 0}])
-def test_where_a_bound_of_vllm_is_configured_vllm_sizes_its_steps(model: Path, engine_args: dict[str, int]) -> None:
+def test_where_a_bound_of_vllm_is_configured_vllm_sizes_its_steps(model: Path, engine_args: dict[str, Any]) -> None:
     extra = make(model, Role.DECODE, **engine_args).scheduler.vllm_config.kv_transfer_config.kv_connector_extra_config
     assert ("pace" in extra) is not bool(engine_args)

@@ -77,7 +77,7 @@ class Listening:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_every_request_finishes_and_no_output_is_lost(stages: int) -> None:
-    listening = Listening("phased", Shape(stages, 512, 64, 1500), requests(200))
+    listening = Listening("phased", Shape(stages, 512, 64, 1500), requests(120))
     outcome = listening.run()
     assert outcome.preemptions == 0
     assert isinstance(listening.scheduler, PhasedScheduler)
@@ -109,9 +109,9 @@ def test_with_asynchronous_scheduling_nothing_is_lost_either() -> None:
 
 def test_with_too_little_memory_requests_are_preempted_and_finish() -> None:
     """Predicted lengths are wrong here: the predictor has learned that answers are short."""
-    asked = [Asked(f"r{number}", 100, 2, 300) for number in range(64)]
-    asked += [Asked(f"long{number}", 100, 290, 300) for number in range(64)]
-    scheduler = make_scheduler("phased", Shape(2, 512, 64, 200))
+    asked = [Asked(f"r{number}", 100, 2, 150) for number in range(48)]
+    asked += [Asked(f"long{number}", 100, 140, 150) for number in range(32)]
+    scheduler = make_scheduler("phased", Shape(2, 512, 64, 120))
     pipeline = VirtualPipeline(scheduler, STEPS)
     for each in asked:
         pipeline.add(each)

@@ -150,7 +150,7 @@ def test_any_mix_finishes_with_any_methods(
 
 
 def test_phases_are_long_and_each_step_is_of_one_kind() -> None:
-    ran = engine(400)
+    ran = engine(200)
     ran.run(20_000)
     switches = sum(one is not other for one, other in pairwise(ran.kinds))
     assert switches < len(ran.kinds) / 20
@@ -159,8 +159,8 @@ def test_phases_are_long_and_each_step_is_of_one_kind() -> None:
 
 def test_without_a_least_phase_it_thrashes() -> None:
     calm, hasty = (
-        engine(400),
-        engine(400, controller=Controller(SHAPE, STEPS, rule=EAGER, methods=Methods(intensity=False))),
+        engine(200),
+        engine(200, controller=Controller(SHAPE, STEPS, rule=EAGER, methods=Methods(intensity=False))),
     )
     calm.run(20_000)
     hasty.run(20_000)
@@ -178,7 +178,7 @@ def test_what_is_predicted_to_fit_fits() -> None:
             return until(self.left(job, written))
 
     lengths: dict[str, int] = {}
-    ran = engine(400, controller=Controller(SHAPE, STEPS, lengths=Known()), mean=150)
+    ran = engine(200, controller=Controller(SHAPE, STEPS, lengths=Known()), mean=150)
     lengths.update(ran.lengths)
     ran.run(50_000)
     assert 0.6 * SHAPE.blocks * SHAPE.block_tokens < ran.most_tokens <= SHAPE.blocks * SHAPE.block_tokens

@@ -92,13 +92,11 @@ class SessionManager:
         traffic: Traffic | None = None,
     ) -> None:
         self._clock, self._began_s, self._stale_s = clock, clock(), config.placement.snapshot_stale_s
-        self._overcommit = config.placement.overcommit
         self._life, self._listen_s = secrets.token_hex(8), listen_s
         self._listens_until_s: float | None = None
         self._allocator = Allocator(config, rng or random.Random())
         self._waiting: dict[str, asyncio.Future[Admit | Reject]] = {}
-        self._retires = False
-        self._counts = status.Counts()
+        self._overcommit, self._retires, self._counts = config.placement.overcommit, False, status.Counts()
         self._may_be_empty = frozenset(name for name, pool in config.pools.items() if bounds_of(pool)[0] == 0)
         self.scaling = Scaling(config, config.scaling, self._allocator, clock) if config.scaling else None
         self._traffic = Traffic() if traffic is None else traffic
@@ -165,8 +163,7 @@ class SessionManager:
 
     def meter(self, registry: Registry) -> ManagerMeter:
         """What brings this manager's metrics up to date in `registry`."""
-        counts, handed_on = self._counts, self._draining.counts
-        return ManagerMeter(registry, self._allocator, counts, handed_on, self.scaling, self._clock)
+        return ManagerMeter(registry, self._allocator, self._counts, self._draining.counts, self.scaling, self._clock)
 
     async def plan(self, sizes: Callable[[], Awaitable[Mapping[str, Size] | None]]) -> None:
         """Make plans of sizes, without end: see `Scaling.run`. Without `scaling` there is nothing to do."""

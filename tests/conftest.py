@@ -35,12 +35,13 @@ ENGINES = (
 )
 
 
-FETCHES = 300
+FETCHES, LINES = 300, 60_000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     told = f"fetches at random between real engines (default: {FETCHES})"
     parser.addoption("--fetches", type=int, default=FETCHES, help=told)
+    parser.addoption("--lines", type=int, default=LINES, help=f"lines of the largest batch (default: {LINES})")
 
 
 class Lines(LoadScopeScheduling):

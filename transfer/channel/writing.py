@@ -55,7 +55,7 @@ def objection(ours: KVLayout, theirs: KVLayout, writing: Writing | None, sender:
     if rank != theirs.rank:
         return "a message in another worker's name"
     if ours.rank not in sources(rank, theirs.partition, ours.partition, ours.total_heads):
-        return "this worker's heads are not ours to write"
+        return "this worker's KV is not ours to write"
     if writing is None:
         return None
     reader = writing.readers.get(rank)

@@ -52,7 +52,7 @@ ReceiverEffect = SendCancel | Received | Broken
 class Receiver:
     """The decode side. `needs_token`: whether the first token must arrive as well.
 
-    `writing`: the prefill workers that may still write. There may be several when prefill and decode split the heads
+    `writing`: the prefill workers that may still write. There may be several when prefill and decode split the KV
     differently. A single worker needs no name.
     """
 

@@ -51,7 +51,7 @@ def test_a_worker_takes_its_own_part_unless_another_has_it(
 
 def test_a_worker_takes_its_heads_from_the_prefill_worker_that_holds_them() -> None:
     second = replace(LAYOUT, rank=1)
-    assert objection(LAYOUT, second, None, PEER, 1) == "this worker's heads are not ours to write"
+    assert objection(LAYOUT, second, None, PEER, 1) == "this worker's KV is not ours to write"
     assert objection(second, second, None, PEER, 1) is None
 
 

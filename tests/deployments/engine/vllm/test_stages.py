@@ -6,6 +6,7 @@ The model has three layers, so the first of two stages has two of them.
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from deployments.messages import Mode
 from load_tests.harness.control_plane import PREFILL, SMALL, until
 from tests.deployments.engine.vllm.test_channel import (
     SAMPLING,
+    VOCABULARY,
     are_as_undisturbed,
     check,
     cluster,
@@ -39,6 +41,12 @@ def stages(tensor_parallel_size: int = 1) -> PoolConfig:
     return pool(tensor_parallel_size, pipeline_parallel_size=2)
 
 
+def words(tokens: int) -> list[int]:
+    """A prompt. Of those below, no answer has two tokens that are about as likely, which engines may tell apart."""
+    draw = random.Random(7000 + tokens)
+    return [draw.randrange(10, VOCABULARY) for _ in range(tokens)]
+
+
 def reference(model: Path, asked: list[int], tokens: int) -> list[int]:
     """The most likely answer, of the model alone."""
     whole = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -55,7 +63,7 @@ async def test_layers_are_split_on_the_way(model: Path, prefill: PoolConfig, dec
     async with cluster(model, prefill, decode) as engines:
         await check(engines, [2, 33, 64, 200], block_size=32)
         for tokens in (5, 130):
-            asked = prompt(tokens)
+            asked = words(tokens)
             answer = await (await engines.ask(asked, max_tokens=8)).over()
             assert answer.context.modes == {Mode.DISAGGREGATED}
             assert answer.tokens == reference(model, asked, 8)
@@ -77,7 +85,7 @@ async def test_stages_fetch_what_an_engine_without_stages_has_in_its_cache(model
     strict = stages().model_copy(update={"strict": True})
     async with cluster(model, strict, pool(), fetch=True) as engines:
         for cached, tokens in ((512, 700), (300, 301)):
-            known = prompt(tokens)
+            known = words(tokens)
             await engines.manager.ask(Drain(PREFILL))
             await engines.alone(known[:cached], max_tokens=1)
             await engines.manager.ask(Drain(PREFILL, resume=True))
@@ -98,7 +106,7 @@ async def test_an_engine_of_which_a_stage_is_killed_ends_and_its_answers_go_on_e
 ) -> None:
     """Decode's blocks and prefill's are free again, and tokens are as if nothing had been."""
     async with cluster(model, *((stages(), pool()) if role == PREFILL else (pool(), stages()))) as engines:
-        asked = [prompt(100 + 30 * n) for n in range(4)]
+        asked = [words(100 + 30 * n) for n in range(4)]
         answers = [await engines.ask(each, max_tokens=200) for each in asked]
         for answer in answers:
             await answer.has(1 if role == PREFILL else 5)

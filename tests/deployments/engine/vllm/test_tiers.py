@@ -105,12 +105,14 @@ async def test_prompts_that_left_prefills_memory_come_back_from_its_tiers(
         assert (await split(engines, known)).tokens == await whole(engines, known)
 
 
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
 async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
     """What comes back from host and disk gives the answers that computing gives, also after the engine's end."""
     monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
-    shape = pool(2, host_kv_bytes=TIER_BYTES, disk_kv=DiskKVConfig(path=str(tmp_path), bytes=TIER_BYTES))
+    several: dict[str, Any] = {size: 2}
+    shape = pool(host_kv_bytes=TIER_BYTES, disk_kv=DiskKVConfig(path=str(tmp_path), bytes=TIER_BYTES), **several)
     async with cluster(model, shape, pool()) as engines:
         for kept, again in ((512, 700), (300, 301)):
             known = prompt(again)

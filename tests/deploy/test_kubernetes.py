@@ -15,9 +15,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from app.api import Gateway
 from app.launch.config import load_config, model_of, with_surge
 from app.main import build
+from app.own_routes import OwnRoutes
 from configs.checks import bounds_of
 from configs.schema import BatonConfig, PoolConfig
 from tests.deploy.render import find, render
@@ -181,7 +181,7 @@ def test_the_probes_ask_routes_that_there_are() -> None:
     ingress = containers(service(FOLDER / "base"))[1]
     paths = {ingress[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")}
     assert paths == {"/ready", "/health"}
-    routes = inspect.getsource(Gateway.__init__)
+    routes = inspect.getsource(OwnRoutes.__init__)
     assert [path for path in paths if f'"{path}": self._' not in routes] == []
 
 

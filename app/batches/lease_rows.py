@@ -1,7 +1,7 @@
 """Which ingress runs a batch: a lease in its row, with a deadline. Each function takes a connection in a transaction.
 
-An ingress that takes a batch counts its `epoch` up. Whatever it then changes, it changes where holder and epoch are
-still its own. So an ingress that was thought dead, and was not, changes nothing any more, whatever the clocks say.
+An ingress that takes a batch adds one to the batch's `epoch`. Each of its later changes asks that holder and epoch are
+still its own. So an ingress whose batch another one has taken changes nothing any more. Clocks play no part in that.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def test_ingresses_that_start_together_make_the_tables_once(no_leaks: None, tmp_
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert failed == []
 
 

@@ -273,7 +273,7 @@ async def test_it_tells_which_blocks_it_caches(engine_pair: Any) -> None:
 
 
 async def test_a_pinned_prefix_keeps_its_blocks_until_it_is_unpinned(engine_pair: Any) -> None:
-    """It is computed once: later requests with it find it, whatever else has come and gone."""
+    """It is computed once. Later requests find it in the cache, also after many other prompts."""
     engine, size = engine_pair.decode, engine_pair.block_size
     prefix = engine_pair.prompt(3 * size + 2)
     free = await engine.generate("free", [*prefix, 7, 8], max_tokens=9)

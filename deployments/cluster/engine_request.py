@@ -20,6 +20,7 @@ from deployments.cluster.request_context import RequestContext
 from deployments.cluster.session import Finish
 from deployments.messages import Handoff, Placement, ReplicaInfo, Role, SessionRequest
 from deployments.policy.placement.split import RequestTraits, split_rule
+from transfer.control.fetch_request import fetch_request
 from transfer.memory.blocks import chained_hashes, salt_of
 
 FINISH = {
@@ -153,15 +154,8 @@ def fetched(placement: Placement) -> dict[str, Any]:
     """What Baton's connector is told of a prompt's first part that another replica has; empty: nothing."""
     if (plan := placement.fetch) is None:
         return {}
-    return {
-        "baton_fetch": {
-            "session": placement.session_id,
-            "epoch": placement.epoch,
-            "peers": list(plan.source.endpoints),
-            "tokens": plan.tokens,
-            "timeout_s": plan.timeout_s,
-        }
-    }
+    session_id, epoch, peers = placement.session_id, placement.epoch, plan.source.endpoints
+    return fetch_request(session_id, epoch, peers, plan.tokens, plan.timeout_s)
 
 
 def part(

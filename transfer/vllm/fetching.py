@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transfer.channel.outbox import Key
+from transfer.control.fetch_request import FETCH
 from transfer.vllm.continued_answer import scheduler_on_the_stack
 from transfer.vllm.fenced_blocks import FencedBlocks
 from transfer.vllm.shared_tiers import SharedTiers
@@ -73,7 +74,7 @@ class Fetches:
 
     def _plan(self, request: Request, first: int) -> _Plan:
         """`first`: the number of leading blocks that are here."""
-        source = (request.kv_transfer_params or {}).get("baton_fetch")
+        source = (request.kv_transfer_params or {}).get(FETCH)
         most = (int(request.num_tokens) - 1) // self._block_size
         there = min(int(source["tokens"]) // self._block_size, most) if source else 0
         if self._tiers is not None and first < most:

@@ -8,6 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from deployments.messages import Bring
+from transfer.control.fetch_request import fetch_request
 from transfer.memory.blocks import chained_hashes, salt_of
 
 
@@ -16,14 +17,8 @@ def brought(request: EngineCoreRequest, bring: Bring) -> EngineCoreRequest:
     made = copy.copy(request)
     made.request_id, made.trace_headers = bring.id, None
     made.prompt_token_ids = [*(request.prompt_token_ids or ())[: bring.tokens], 0]
-    fetch = {
-        "session": bring.id,
-        "epoch": 1,
-        "peers": list(bring.source.endpoints),
-        "tokens": bring.tokens,
-        "timeout_s": bring.timeout_s,
-    }
-    told = {"kv_transfer_params": {"baton_fetch": fetch}}
+    fetch = fetch_request(bring.id, 1, bring.source.endpoints, bring.tokens, bring.timeout_s)
+    told = {"kv_transfer_params": fetch}
     made.sampling_params = SamplingParams(temperature=0.0, max_tokens=1, extra_args=told)
     return made
 

@@ -11,6 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from deployments.messages import Pin, ReplicaInfo
+from transfer.control.fetch_request import fetch_request
 from transfer.vllm.pins import PIN
 
 FETCH_TIMEOUT_S = 10.0
@@ -26,7 +27,7 @@ def pin_request(
     tokens = pin.tokens if pin else NO_PROMPT
     extra: dict[str, Any] = {PIN: {"id": pin.id if pin else "", "keep": list(keep)}}
     if source is not None and source.endpoints:
-        extra["kv_transfer_params"] = {"baton_fetch": _fetch(request_id, source, len(tokens))}
+        extra["kv_transfer_params"] = fetch_request(request_id, 1, source.endpoints, len(tokens), FETCH_TIMEOUT_S)
     adapter = pin.adapter if pin else None
     return EngineCoreRequest(
         request_id=request_id,
@@ -39,8 +40,3 @@ def pin_request(
         cache_salt=(pin.salt or None) if pin else None,
         data_parallel_rank=None,
     )
-
-
-def _fetch(request_id: str, source: ReplicaInfo, tokens: int) -> dict[str, Any]:
-    peers, timeout_s = list(source.endpoints), FETCH_TIMEOUT_S
-    return {"session": request_id, "epoch": 1, "peers": peers, "tokens": tokens, "timeout_s": timeout_s}

@@ -6,9 +6,11 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from app.cli.failing import or_fail
 
 if TYPE_CHECKING:
     from app.cli.batch_client import BatchClient
@@ -17,7 +19,6 @@ app = typer.Typer(help="Answer a file of requests when there is room for them.",
 LOOK_S = 0.5
 INTERRUPTED = 130
 
-A = TypeVar("A")
 Url = Annotated[str, typer.Option(envvar="BATON_URL", help="where Baton answers, its route prefix included")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
 HERE = "http://127.0.0.1:8000"
@@ -35,14 +36,14 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Send a file, wait for its batch, and fetch what it has made; exit status 1 where the batch is not completed."""
-    asked = _or_fail(lambda: endpoint or first_url(file))
+    asked = or_fail(lambda: endpoint or first_url(file))
     with _client(url) as client:
-        file_id = _or_fail(lambda: client.upload(file))
-        batch = _or_fail(lambda: client.create(file_id, asked, window))
+        file_id = or_fail(lambda: client.upload(file))
+        batch = or_fail(lambda: client.create(file_id, asked, window))
         if not detach:
-            batch = _or_fail(lambda: _waited(client, batch))
+            batch = or_fail(lambda: _waited(client, batch))
             where = {"output": output or _beside(file, "output"), "error": errors or _beside(file, "errors")}
-            batch["files"] = _or_fail(lambda: _fetched(client, batch, where))
+            batch["files"] = or_fail(lambda: _fetched(client, batch, where))
     typer.echo(json.dumps(batch) if as_json else batch_text(batch))
     if not detach and batch["status"] != "completed":
         raise typer.Exit(1)
@@ -53,9 +54,7 @@ def status(
     batch_id: Annotated[str, typer.Argument(help="the batch's id")], url: Url = HERE, as_json: Json = False
 ) -> None:
     """Show how far a batch is."""
-    with _client(url) as client:
-        batch = _or_fail(lambda: client.batch(batch_id))
-    typer.echo(json.dumps(batch) if as_json else batch_text(batch))
+    _show(url, as_json, lambda client: client.batch(batch_id))
 
 
 @app.command()
@@ -63,8 +62,12 @@ def cancel(
     batch_id: Annotated[str, typer.Argument(help="the batch's id")], url: Url = HERE, as_json: Json = False
 ) -> None:
     """End a batch as it is. What it has answered stays."""
+    _show(url, as_json, lambda client: client.cancel(batch_id))
+
+
+def _show(url: str, as_json: bool, ask: Callable[[BatchClient], Mapping[str, Any]]) -> None:
     with _client(url) as client:
-        batch = _or_fail(lambda: client.cancel(batch_id))
+        batch = or_fail(lambda: ask(client))
     typer.echo(json.dumps(batch) if as_json else batch_text(batch))
 
 
@@ -135,14 +138,3 @@ def _client(url: str) -> BatchClient:
     from app.cli.batch_client import BatchClient
 
     return BatchClient(url)
-
-
-def _or_fail(ask: Callable[[], A]) -> A:
-    """What `ask` gives. A CliError ends the command."""
-    from app.cli.client import CliError
-
-    try:
-        return ask()
-    except CliError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error

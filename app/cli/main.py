@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, NoReturn
 
 import typer
 
 from app.cli import batch
+from app.cli.failing import or_fail
 
 app = typer.Typer(
     name="baton",
@@ -27,7 +27,6 @@ app = typer.Typer(
 app.add_typer(batch.app, name="batch")
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-A = TypeVar("A")
 Url = Annotated[str, typer.Option(envvar="BATON_URL", help="where Baton answers, its route prefix included")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
 HERE = "http://127.0.0.1:8000"
@@ -68,7 +67,7 @@ def status(url: Url = HERE, as_json: Json = False) -> None:
     from app.cli.client import fetch_status
     from app.cli.tables import status_text
 
-    state = _or_fail(lambda: fetch_status(url))
+    state = or_fail(lambda: fetch_status(url))
     typer.echo(json.dumps(state) if as_json else status_text(state))
 
 
@@ -83,10 +82,10 @@ def sessions(
     from app.cli.tables import session_rows, sessions_text, timelines_text
 
     if request_id is not None:
-        found = _or_fail(lambda: fetch_timelines(url, request_id))
+        found = or_fail(lambda: fetch_timelines(url, request_id))
         typer.echo(json.dumps(found) if as_json else timelines_text(found))
         return
-    rows = session_rows(_or_fail(lambda: fetch_status(url)))
+    rows = session_rows(or_fail(lambda: fetch_status(url)))
     typer.echo(json.dumps({"sessions": rows}) if as_json else sessions_text(rows))
 
 
@@ -102,10 +101,10 @@ def drain(
     from app.cli.client import drain as ask
     from app.cli.draining import drained_text, until_empty
 
-    found = _or_fail(lambda: ask(url, replica, resume))
+    found = or_fail(lambda: ask(url, replica, resume))
     if wait and not resume:
         with _busy(f"{found['sessions']} sessions move off {replica}, or end there"):
-            _or_fail(lambda: until_empty(url, replica))
+            or_fail(lambda: until_empty(url, replica))
         found["sessions"] = 0
     typer.echo(json.dumps(found) if as_json else drained_text(found))
 
@@ -124,7 +123,7 @@ def explain(
     from app.cli.client import fetch_explanation
     from app.cli.explained import body_of, explained_text
 
-    found = _or_fail(lambda: fetch_explanation(url, body_of(what, model, max_tokens, completion), priority))
+    found = or_fail(lambda: fetch_explanation(url, body_of(what, model, max_tokens, completion), priority))
     typer.echo(json.dumps(found) if as_json else explained_text(found))
 
 
@@ -146,7 +145,7 @@ def add_prefix(
     from app.cli.explained import body_of
     from app.cli.tables import prefixes_text
 
-    found = _or_fail(lambda: pin_prefix(url, body_of(what, model, None, completion), key))
+    found = or_fail(lambda: pin_prefix(url, body_of(what, model, None, completion), key))
     typer.echo(json.dumps(found) if as_json else prefixes_text([found]))
 
 
@@ -156,7 +155,7 @@ def list_prefixes(url: Url = HERE, as_json: Json = False) -> None:
     from app.cli.client import fetch_prefixes
     from app.cli.tables import prefixes_text
 
-    found = _or_fail(lambda: fetch_prefixes(url))
+    found = or_fail(lambda: fetch_prefixes(url))
     typer.echo(json.dumps(found) if as_json else prefixes_text(found["prefixes"]))
 
 
@@ -169,7 +168,7 @@ def remove_prefix(
     """Unpin a prefix. Its blocks stay cached until others need them."""
     from app.cli.client import unpin_prefix
 
-    found = _or_fail(lambda: unpin_prefix(url, prefix))
+    found = or_fail(lambda: unpin_prefix(url, prefix))
     typer.echo(json.dumps(found) if as_json else f"{prefix} is not pinned any more")
 
 
@@ -205,17 +204,6 @@ def plan(context: typer.Context) -> None:
 def tune(context: typer.Context) -> None:
     """Measure engines and print settings."""
     _forward("load_tests.tune", context.args)
-
-
-def _or_fail(ask: Callable[[], A]) -> A:
-    """What `ask` gives. A CliError ends the command."""
-    from app.cli.client import CliError
-
-    try:
-        return ask()
-    except CliError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _busy(what: str) -> AbstractContextManager[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -13,26 +12,11 @@ from app.api import Gateway
 from app.timings import Timings
 from configs.schema import IngressConfig
 from deployments.errors import Unavailable
-from deployments.manager.calls import Call, Drain
-from tests.app.toys import OK, Toy
+from deployments.manager.calls import Drain
+from tests.app.toys import OK, Manager, Toy
 
 QUICK = Timings(control_s=0.05)
 DONE = {"replica": "a#1", "draining": True, "sessions": 2}
-
-
-class Manager:
-    """Gives this answer to a drain, or raises it."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer, self.asked = answer, list[Any]()
-
-    async def ask(self, call: Call[Any]) -> Any:
-        self.asked.append(call)
-        if self.answer is None:
-            await asyncio.sleep(60)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
 
 
 async def post(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -15,8 +14,8 @@ from app.timings import Timings
 from configs.schema import IngressConfig
 from deployments.cluster.request_context import RequestContext, current
 from deployments.errors import PrefixRefused, Unavailable
-from deployments.manager.calls import Call, Prefixes
-from tests.app.toys import OK, Toy
+from deployments.manager.calls import Prefixes
+from tests.app.toys import OK, Manager, Toy
 
 QUICK = Timings(control_s=0.05)
 ONE = {"id": "f00", "tokens": 40, "blocks": 2, "replicas": ["a"], "missing": []}
@@ -36,21 +35,6 @@ class Server(Toy):
         if context.pins:
             context.explanation, context.error = (ONE, None) if self.error is None else (None, self.error)  # type: ignore[assignment]
         await super().__call__(scope, receive, send)
-
-
-class Manager:
-    """Gives this answer, or raises it."""
-
-    def __init__(self, answer: Any = None) -> None:
-        self.answer, self.asked = answer, list[Any]()
-
-    async def ask(self, call: Call[Any]) -> Any:
-        self.asked.append(call)
-        if self.answer is None:
-            await asyncio.sleep(60)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
 
 
 async def ask(

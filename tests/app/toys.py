@@ -30,6 +30,21 @@ class Control:
         return dict(self.answer)
 
 
+class Manager:
+    """Gives this answer to each call, or raises it, and notes the calls. None: it takes too long."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer, self.asked = answer, list[Any]()
+
+    async def ask(self, call: Call[Any]) -> Any:
+        self.asked.append(call)
+        if self.answer is None:
+            await asyncio.sleep(60)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
 class Toy:
     """Reads the request, then sends `messages`; `act` runs in between, with the request's context."""
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -89,9 +89,13 @@ class Draining:
         snapshot = self._allocator.fleet.snapshots().get(call.replica_id)
         if snapshot is None or snapshot.info is None:
             return 0
-        source, found = snapshot.info, self._allocator.predictors.index.hits
-        plan = hand_on([prompt.hashes for prompt in call.prompts], found, self._targets(source), call.left_s)
-        begun = [self._begin(source, call.prompts[each.prompt], each, call.left_s) for each in plan]
+        source, views = snapshot.info, self._others(snapshot.info)
+        prompts, found = [prompt.hashes for prompt in call.prompts], self._allocator.predictors.index.hits
+        plan = hand_on(prompts, found, self._targets(views.values()), call.left_s)
+        begun = [
+            self._begin(source, views[each.replica_id].info, call.prompts[each.prompt], each, call.left_s)
+            for each in plan
+        ]
         try:
             if begun:
                 await asyncio.wait([each.came for each in begun], timeout=call.left_s)
@@ -100,33 +104,35 @@ class Draining:
             for handed, each in zip(plan, begun, strict=True):
                 self._end(handed.replica_id, each.bring.id)
 
-    def _targets(self, source: ReplicaInfo) -> list[Target]:
+    def _others(self, source: ReplicaInfo) -> dict[str, ReplicaView]:
+        """The replicas of the same engine that stay, by id."""
         now_s, allocator = self._clock(), self._allocator
         shut = {source.replica_id, *allocator.cordon, *allocator.breakers.shut(now_s)}
-        snapshots = allocator.fleet.snapshots()
-        return [
-            self._target(view, snapshots[view.info.replica_id].cached_blocks)
+        return {
+            view.info.replica_id: view
             for view in allocator.fleet.view(now_s).ready
             if view.info.fingerprint == source.fingerprint and view.info.replica_id not in shut
-        ]
+        }
+
+    def _targets(self, views: Iterable[ReplicaView]) -> list[Target]:
+        snapshots = self._allocator.fleet.snapshots()
+        return [self._target(view, snapshots[view.info.replica_id].cached_blocks) for view in views]
 
     def _target(self, view: ReplicaView, cached: int) -> Target:
         empty = max(0, view.free_blocks - cached)
         return Target(view.info.replica_id, view.free_blocks, empty, block_s(view, self._link_bytes_per_s))
 
-    def _begin(self, source: ReplicaInfo, prompt: CachedPrompt, handed: Handed, left_s: float) -> _Open:
+    def _begin(
+        self, source: ReplicaInfo, target: ReplicaInfo, prompt: CachedPrompt, handed: Handed, left_s: float
+    ) -> _Open:
         """Reserve the blocks, so that no session is promised them meanwhile."""
         bring_id, tokens = f"handed-on-{next(self._numbers)}", handed.blocks * source.block_size
         bring = Bring(bring_id, prompt.request, tokens, source, left_s)
-        info = next(view.info for view in self._views() if view.info.replica_id == handed.replica_id)
-        made = _promise(bring_id, info, tokens, handed.new + 1, left_s)
+        made = _promise(bring_id, target, tokens, handed.new + 1, left_s)
         self._allocator.fleet.reserve(made, tokens, self._clock())
         each = _Open(bring, False, asyncio.get_running_loop().create_future())
         self._open.setdefault(handed.replica_id, {})[bring_id] = each
         return each
-
-    def _views(self) -> Sequence[ReplicaView]:
-        return self._allocator.fleet.view(self._clock()).ready
 
     def _end(self, replica_id: str, bring_id: str) -> None:
         self._allocator.fleet.release(bring_id, 1, self._clock(), ended=True)

@@ -2,12 +2,13 @@
 
 The replica says which prompts it was asked lately. A block is as hot as the number of these prompts that it is part of,
 so along a prompt the heat only falls. The hottest beginnings go first, of equal ones those of the newest prompts. What
-another replica has already stays where it is. What several prompts share may take the place of cached KV that nothing
-uses now, and what one prompt alone has goes only into blocks that hold nothing.
+another replica of the engine has already stays where it is. What several prompts share may take the place of cached KV
+that nothing uses now, and what one prompt alone has goes only into blocks that hold nothing.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from deployments.policy.placement.fetch import FETCH_S
 
 DISPLACED_SHARE = 0.5
 """The share of a replica's free blocks that shared beginnings may take, also where the blocks hold cached KV."""
+
+MOST_TARGETS = 16
+"""The replicas that get something: those with the most room. A plan for all of a large fleet holds up placement."""
 
 Prompt = Sequence[int]
 """The chained hashes of its full blocks."""
@@ -60,14 +64,18 @@ def hand_on(
 ) -> list[Handed]:
     """What is to be fetched, in this order. All comes over the leaving replica's link, so the times add up.
 
-    `prompts`: the newest first. `found`: the number of leading blocks of a prompt that each replica caches.
+    `prompts`: the newest first. `found`: the number of leading blocks of a prompt that each replica caches. `targets`:
+    all that run the same engine and stay.
     """
-    plan, rooms = list[Handed](), [_Room(target) for target in targets]
+    stay = {target.replica_id for target in targets}
+    roomy = heapq.nlargest(MOST_TARGETS, targets, key=lambda target: (target.empty_blocks, target.free_blocks))
+    plan, rooms = list[Handed](), [_Room(target) for target in roomy]
     for beginning in sorted(_beginnings(prompts), key=lambda each: (-each.heat, each.prompt, each.blocks)):
         wanted = prompts[beginning.prompt][: beginning.blocks]
         there = found(wanted)
         places = sorted(((room.has(wanted, there), room.room(beginning.heat), room) for room in rooms), key=_rank)
-        if not places or places[0][0] == len(wanted):
+        is_there = any(there[each] >= len(wanted) for each in there.keys() & stay)
+        if is_there or not places or places[0][0] == len(wanted):
             continue
         for has, blocks, room in places:
             new, takes_s = len(wanted) - has, FETCH_S + (len(wanted) - has) * room.target.block_s

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from deployments.policy.handing_on import DISPLACED_SHARE, Handed, Target, hand_on
+from deployments.policy.handing_on import DISPLACED_SHARE, MOST_TARGETS, Handed, Target, hand_on
 from deployments.policy.placement.fetch import FETCH_S
 
 LONG_S = 1000.0
@@ -41,6 +41,15 @@ def test_what_another_replica_has_stays_there() -> None:
 
 def test_what_the_leaving_replica_alone_has_is_no_copy() -> None:
     assert hand_on([[1, 2]], lambda prompt: {"leaving": len(prompt)}, [A], LONG_S) == [Handed("a", 0, 2, 2)]
+
+
+def test_of_a_large_fleet_those_with_most_room_get_something_and_what_any_of_it_has_stays() -> None:
+    fleet = [Target(f"r{number}", number, number, 0.01) for number in range(MOST_TARGETS + 20)]
+    prompts = [[number] for number in range(100)]
+    plan = hand_on(prompts, nowhere, fleet, LONG_S)
+    assert len(plan) == len(prompts)
+    assert {each.replica_id for each in plan} <= {each.replica_id for each in fleet[-MOST_TARGETS:]}
+    assert not hand_on(prompts, lambda prompt: {"r0": len(prompt)}, fleet, LONG_S)
 
 
 def test_without_others_or_prompts_nothing_goes() -> None:

@@ -137,7 +137,8 @@ def _round(names: Sequence[str], made: Settings, options: argparse.Namespace, nu
         for place, load in enumerate(loads(options, seed, made.arguments["max_model_len"])):
             first = place % len(peers) if peers else 0
             for peer in peers[first:] + peers[:first]:
-                with _noted(results, peer.name, number) as failed, _alone(peer, peers):
+                _let_run(peer, peers)
+                with _noted(results, peer.name, number) as failed:
                     if not place or len(peers) > 1:
                         asyncio.run(warm(peer, options.warm_seconds, seed - 1 - MOST_TRIES * place))
                     asyncio.run(measure(peer, load, options, number, results))
@@ -161,14 +162,12 @@ def _up(
     return None
 
 
-@contextlib.contextmanager
-def _alone(peer: Peer, peers: Sequence[Peer]) -> Iterator[None]:
-    """The peer runs, and the others are stopped."""
+def _let_run(peer: Peer, peers: Sequence[Peer]) -> None:
+    """From now on this peer runs, and the others are stopped."""
     for other in peers:
         if other is not peer:
             other.group.pause()
     peer.group.resume()
-    yield
 
 
 @contextlib.contextmanager

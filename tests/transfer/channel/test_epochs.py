@@ -21,6 +21,7 @@ from transfer.channel.prefill_side import PrefillSide
 from transfer.control import messages as control
 from transfer.memory.in_process_plane import InProcessPlane
 from transfer.memory.layout import KVLayout
+from transfer.memory.partition import ONE_WORKER
 from transfer.memory.plane import WriteState
 
 LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_SIZE, PROMPT, FAR = 2, 16, 8, 4, 10, 1e6
@@ -127,7 +128,7 @@ class Epochs(RuleBasedStateMachine):
     def end(self, epoch: int) -> None:
         if epoch not in self.ended:
             self.ended.add(epoch)
-            self.sides["prefill"].ended(("s", epoch), str(epoch), self.computed[epoch] == PROMPT, 1)
+            self.sides["prefill"].ended(("s", epoch), str(epoch), self.computed[epoch] == PROMPT, ONE_WORKER)
 
     @rule(side=st.sampled_from(["prefill", "decode"]), really=SELDOM)
     def run_out_of_time(self, side: str, really: bool) -> None:

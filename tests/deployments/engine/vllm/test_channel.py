@@ -31,6 +31,7 @@ from deployments.host.shared_memory import PREFIXES, shared_memory_of
 from deployments.manager.calls import Drain, Prefixes, Status
 from deployments.messages import Mode
 from deployments.policy import spread
+from deployments.policy.placement import fetch
 from load_tests.harness.control_plane import LARGE, PREFILL, SMALL, WAIT_S, Answer, until
 from tests.deployments.real_engines import RealEngines
 from transfer.memory.blocks import chained_hashes
@@ -329,6 +330,14 @@ def logprobs(answer: Any) -> list[list[float]]:
     return [list(row) for each in rows for row in each.logprobs]
 
 
+@pytest.fixture
+def fetches_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch is expected to beat computing, also where a fast machine computes these short prompts at once."""
+    monkeypatch.setattr(fetch, "FETCH_S", 0.0)
+    monkeypatch.setattr(fetch, "DISPLACED", 0.0)
+
+
+@pytest.mark.usefixtures("fetches_pay")
 @pytest.mark.parametrize(("workers", "lenders"), [(1, 1), (2, 1), (1, 2)])
 async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path, workers: int, lenders: int) -> None:
     """Answers are those of one engine, wherever in the prompt the part that is fetched ends. Prefill is strict."""
@@ -351,6 +360,7 @@ async def test_prefill_fetches_what_decode_has_in_its_cache(model: Path, workers
         await engines.all_is_free()
 
 
+@pytest.mark.usefixtures("fetches_pay")
 async def test_decode_fetches_what_another_decode_replica_has_in_its_cache(model: Path) -> None:
     """The one that has it takes no prompt that is as long, and there is no prefill replica."""
     has = pool().model_copy(update={"max_prompt_tokens": 600})
@@ -447,6 +457,7 @@ async def test_a_hot_prefix_comes_to_a_replica_that_no_request_goes_to(
         await engines.all_is_free()
 
 
+@pytest.mark.usefixtures("fetches_pay")
 async def test_a_fetch_that_brings_less_or_is_aborted_harms_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,6 +490,7 @@ async def test_a_fetch_that_brings_less_or_is_aborted_harms_nothing(
         assert answer.tokens == (await engines.answer(known, max_tokens=6)).tokens
 
 
+@pytest.mark.usefixtures("fetches_pay")
 async def test_a_source_that_stands_still_holds_up_no_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two requests that fetch from it, one is aborted meanwhile, and the other one computes its prompt."""
     lends = pool().model_copy(update={"max_prompt_tokens": 8})  # and writes none of these answers

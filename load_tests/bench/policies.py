@@ -31,6 +31,10 @@ the first half. `admission_ratio` is `joint` with admission over each policy wit
 load at which it is highest, over the highest. `ingress8`, `allocators8`: goodput at the knee over that with one ingress
 and fresh snapshots; with eight ingresses that share a manager, and with eight that decide for themselves.
 
+`--caches` compares what caches give, and no other sweep runs. Every trace runs at every load in four forms,
+without admission. `load_tests/simulator/caches.py` describes the forms, and `summary` with them. All have the tier of
+`--tier-gb`. `caches` of a row says which form it is.
+
 `--traces hot` is not part of the benchmark by itself: most requests ask about one document, and then about the next.
 `hot_ttft_*` are of these requests.
 
@@ -54,6 +58,7 @@ from typing import Any, get_args
 
 from configs.schema import PlacementConfig
 from load_tests.harness.machine import conditions
+from load_tests.simulator import caches
 from load_tests.simulator.experiment import MADE, Experiment, classes_of, load_trace, perform
 from load_tests.simulator.traces import TraceError
 from load_tests.simulator.verdict import OURS, TWOFOLD, compare, knee, peak_load
@@ -108,6 +113,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     before = conditions()
     for name in options.traces:
         load_trace(name, 1 << 20)
+    if options.caches:
+        rows = _caches(options)
+        return {"runs": rows, "summary": caches.compare(rows), "conditions": before | _settings(options)}
     with ProcessPoolExecutor(options.processes) as processes:
         rows = _perform(processes, experiments(options))
         rows += _perform(processes, _admitted(options, rows) + _overloads(options, rows))
@@ -116,13 +124,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for replicas, trace in itertools.product(options.replicas, options.traces):
         mine = _of(rows, trace, replicas)
         summary[f"{trace}-{replicas}"] = compare(mine) | _many(mine, _of(late, trace, replicas))
-    settings = {
+    return {"runs": rows + late, "summary": summary, "conditions": before | _settings(options)}
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "processes": options.processes,
         "seed": options.seed,
         "placement": dict(options.placement),
         "objectives": {name: [asdict(each) for each in classes_of(name)] for name in options.traces},
     }
-    return {"runs": rows + late, "summary": summary, "conditions": before | settings}
+
+
+def _caches(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of every form of the caches, at every load of every trace."""
+    plain = [one for one in experiments(options) if one.policy == OURS and not one.admission]
+    named = [(name, form) for one in plain for name, form in caches.forms(one).items()]
+    with ProcessPoolExecutor(options.processes) as processes:
+        rows = _perform(processes, [form for _, form in named])
+    return [row | {"caches": name} for row, (name, _) in zip(rows, named, strict=True)]
 
 
 def _perform(processes: ProcessPoolExecutor, wanted: Sequence[Experiment]) -> list[dict[str, Any]]:
@@ -210,6 +230,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--prefill", type=int, help="so many of the replicas prefill; default: 11 of 16")
     parser.add_argument("--tier-gb", type=float, default=0.0, help="main memory of each replica for KV, 10^9 bytes")
+    parser.add_argument("--caches", action="store_true", help="affinity, tiers and fetches, and nothing else")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from configs.schema import BatonConfig
 from deployments.policy.allocator import Allocator
+from deployments.policy.placement import fetch
 from load_tests.simulator import synthetic, traces
 from load_tests.simulator.cluster import Options
 from load_tests.simulator.metrics import Classes, Objectives, summarise
@@ -52,8 +54,9 @@ class Experiment:
     """What is simulated.
 
     `load`: a share of the estimated capacity. `requests`: the number that is sent. `prefill`: the number of replicas
-    that prefill; None means the fleet's own share. `tier_gb`: main memory of each replica for KV, in 10^9 bytes. The
-    rest is as in `Options`.
+    that prefill; None means the fleet's own share. `tier_gb`: main memory of each replica for KV, in 10^9 bytes.
+    `always_fetch`: with `placement.fetch`, all that is sooner fetched than computed is fetched, at no price for the KV
+    whose place it takes. The rest is as in `Options`.
     """
 
     trace: str
@@ -70,6 +73,7 @@ class Experiment:
     placement: tuple[tuple[str, object], ...] = ()
     prefill: int | None = None
     tier_gb: float = 0.0
+    always_fetch: bool = False
 
     @property
     def options(self) -> Options:
@@ -105,7 +109,9 @@ def perform(experiment: Experiment) -> dict[str, Any]:
     rate = experiment.load * capacity(cluster, trace)
     classes = classes_of(experiment.trace)
     scaled = trace.scaled(rate, experiment.requests)
-    result = Simulation(cluster, scaled, classes, experiment.options, make_allocator).run()
+    displaced = 0.0 if experiment.always_fetch else fetch.DISPLACED
+    with mock.patch.object(fetch, "DISPLACED", displaced):
+        result = Simulation(cluster, scaled, classes, experiment.options, make_allocator).run()
     return {
         "trace": experiment.trace,
         "replicas": experiment.replicas,
@@ -119,6 +125,7 @@ def perform(experiment: Experiment) -> dict[str, Any]:
         "requests": experiment.requests,
         "seed": experiment.seed,
         "tier_gb": experiment.tier_gb,
+        "always_fetch": experiment.always_fetch,
         **summarise(result.records, classes),
         "preemptions": result.preemptions,
         "moves": result.moves,

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from load_tests.bench.policies import ADMITTED, LARGE_POLICIES, POLICIES, _many, _with_many, experiments, parse
+from load_tests.simulator import caches
 from load_tests.simulator.experiment import perform
 from load_tests.simulator.verdict import Row, compare, knee
 
@@ -106,6 +107,33 @@ def test_at_the_knee_eight_ingresses_share_a_manager_and_eight_decide_for_themse
     assert {name: each["ratio"] for name, each in found.items()} == {"ingress8": 0.9896, "allocators8": 0.5}
 
 
+def test_caches_are_compared_with_the_same_run_of_each_other_form() -> None:
+    one = parse(["--traces", "agents", "--loads", "1.2", "--policies", "joint", "--tier-gb", "200"])
+    forms = caches.forms(next(each for each in experiments(one) if not each.admission))
+    assert [(form.policy, dict(form.placement), form.always_fetch) for form in forms.values()] == [
+        ("overlap_cost", {}, False),
+        ("joint", {}, False),
+        ("joint", {"fetch": True}, False),
+        ("joint", {"fetch": True}, True),
+    ]
+    assert {form.tier_gb for form in forms.values()} == {200.0}
+    served = {
+        1.2: dict(zip(forms, (4.0, 5.0, 6.0, 0.0), strict=True)),
+        1.6: dict(zip(forms, (8, 8, 6, 6), strict=True)),
+    }
+    rows = [
+        {"trace": "agents", "replicas": 16, "load": load, "caches": name, "goodput": goodput}
+        for load, goodputs in served.items()
+        for name, goodput in goodputs.items()
+    ]
+    assert caches.compare(rows) == {
+        "agents-16": {
+            "1.2": {"affinity": 1.5, "joint": 1.2, "always": None},
+            "1.6": {"affinity": 0.75, "joint": 0.75, "always": 1.0},
+        }
+    }
+
+
 def trace_files(folder: Path) -> None:
     rng = random.Random(1)
     lines = [
@@ -153,6 +181,18 @@ def test_a_quick_run_ends_with_one_line_of_json(tmp_path: Path) -> None:
     assert set(result["summary"]) == {"mooncake-16", "azure-16"}
     assert any(run["hit_rate"] > 0 for run in result["runs"] if run["trace"] == "mooncake")
     assert result["conditions"]["seed"] == 1
+
+
+@pytest.mark.slow
+def test_caches_are_compared_by_one_sweep(tmp_path: Path) -> None:
+    trace_files(tmp_path)
+    done = bench(tmp_path, "--quick", "--caches", "--requests", "40", "--loads", "0.5", "--tier-gb", "100")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    seen = Counter((run["trace"], run["caches"], run["policy"]) for run in result["runs"])
+    forms = {("affinity", "overlap_cost"), ("joint", "joint"), ("fetch", "joint"), ("always", "joint")}
+    assert seen == {(trace, *form): 1 for trace in ("mooncake", "azure") for form in forms}
+    assert set(result["summary"]["mooncake-16"]["0.5"]) == {"affinity", "joint", "always"}
 
 
 def test_without_traces_it_says_so(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Check the KV channel between two processes, without vLLM: its bytes, its speed, and its overlap with a prefill.
 
-Run `make gpu-check`, or `python -m transfer.gpu_check`. It needs torch, nixl, pyzmq, msgspec and numpy. A prefill
-process and a decode process hold one KV cache each, on two GPUs where there are two. It prints:
+Run `make gpu-check`, or `python -m transfer.gpu_check`. It needs torch, nixl, pyzmq, msgspec, xxhash and numpy. A
+prefill process and a decode process hold one KV cache each, on two GPUs where there are two. It prints:
 
 - bytes: blocks are written in several patterns. Then both caches are compared whole, by one digest per block.
 - bandwidth: the median time from handing blocks of all layers to the channel until the last write is complete. Beside
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from transfer.check.run import run
     except ImportError as error:  # imported here, so that the message names a package that is missing
-        return _unable(f"torch, nixl, pyzmq, msgspec and numpy are needed: {error}")
+        return _unable(f"torch, nixl, pyzmq, msgspec, xxhash and numpy are needed: {error}")
     devices = ["cpu"]
     if options.device == "cuda":
         if not torch.cuda.is_available():

@@ -122,6 +122,9 @@ FETCHES = _replica(
     "Fetches of cached KV: `landed`, `failed` of others here; `broken` of this one.",
     labels="pool outcome",
 )
+FETCHES_CORRUPT = _replica(
+    "baton_fetches_corrupt", "Of the `broken` ones: a block came with other bytes than its source had."
+)
 FETCHED_BLOCKS = _replica("baton_fetched_blocks", "KV blocks that came from other replicas' caches.")
 FETCH_SECONDS = _replica("baton_fetch_seconds", "The time of the fetches that brought them.")
 TIER_BLOCKS = _replica("baton_tier_blocks", "KV blocks by tier: `hits`, `stored`, `evicted`.", labels="pool tier event")

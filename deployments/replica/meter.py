@@ -21,6 +21,7 @@ _TOTALS: tuple[tuple[Metric, str], ...] = (
     (names.MOVED_OUT, "moved_out"),
     (names.NIXL_FAILED, "handoffs_failed"),
     (names.FETCHED_BLOCKS, "blocks_fetched"),
+    (names.FETCHES_CORRUPT, "fetches_corrupt"),
     (names.FETCH_SECONDS, "fetch_s"),
     (names.TIER_MISSES, "tier_misses"),
 )

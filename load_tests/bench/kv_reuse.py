@@ -19,11 +19,14 @@ Between two ways the engine's memory is emptied. Whole blocks alone are reused, 
 are computed each way.
 
 **What is measured.** `ttft_s`: from the request's way to the engine until its token is received, on one clock.
-`gb_per_s`: the reused bytes over what the way takes longer than `cached`, at the medians. `tiers`: what the stores' own
-counters say of their loads, and the digest's share of that time, from its speed alone. `prefill_slowdown`: the time of
-a prefill of `SLOWED_TOKENS` tokens on `prefill` while `target` fetches `FETCHED_TOKENS` tokens from it all the time,
-and computes one: over the same alone, and over the same beside such requests that `target` has cached, so that nothing
-is fetched. Each is first in turn. `answers_equal`: whether all ways gave the same token.
+`gb_per_s`: the reused bytes over what the way takes longer than `cached`, at the medians. `brought_s_p50`: the time of
+the fetch or load itself, by the engine's counters. `layered_saves_at_most`: the share of the time to a first token that
+could be saved if the rest of the prompt were computed while the KV comes: the shorter of the two times at most.
+`tiers`: what the stores' own counters say of their loads, and the digest's share of that time, from its speed alone.
+`fetches`: the same of all fetches, with the time that the digests of both sides took. `prefill_slowdown`: the time of a
+prefill of `SLOWED_TOKENS` tokens on `prefill` while `target` fetches `FETCHED_TOKENS` tokens from it all the time, and
+computes one: over the same alone, and over the same beside such requests that `target` has cached, so that nothing is
+fetched. Each is first in turn. `answers_equal`: whether all ways gave the same token.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ ENGINES = {
     "disk": "mixed-disk",
 }
 KV_BYTES, TIER_BYTES, MEMCPY_BYTES = 384 << 20, 1 << 30, 256 << 20
+BROUGHT = ("fetch_s", "tier_load_s")
+"""Counters of the seconds in which an engine's fetches and loads came."""
 BESIDE = ("alone", "cached", "fetches")
 FETCH_TIMEOUT_S = 60.0
 POLL_S = 0.005
@@ -103,16 +108,19 @@ class Bench:
         second, first = [*history, *prompt(self._rng, TAIL)], turn % len(ways)
         said: set[int] = set()
         for way in (*ways[first:], *ways[:first]):
-            ttft_s, (token,) = await self._second_turn(way, history, second)
+            ttft_s, (token,), brought_s = await self._second_turn(way, history, second)
             said.add(token)
             reused = (len(history) - (way == "fetch_decode")) // BLOCK_TOKENS * self._block_bytes
-            self.samples.append(Sample(tokens, way, ttft_s, reused))
+            self.samples.append(Sample(tokens, way, ttft_s, reused, brought_s))
             say(f"{tokens:5} tokens  {way:13}  {ttft_s * 1e3:8.1f} ms")
         self.answers_equal &= len(said) == 1
         for name in self._cores:
             await self._forget(name)
 
-    async def _second_turn(self, way: str, history: Sequence[int], second: Sequence[int]) -> tuple[float, list[int]]:
+    async def _second_turn(
+        self, way: str, history: Sequence[int], second: Sequence[int]
+    ) -> tuple[float, list[int], float]:
+        """Seconds until the first token, that token, and the seconds in which KV came before."""
         name = way if way in ("host", "disk") else "target"
         source = {"fetch_prefill": "prefill", "fetch_decode": "decode"}.get(way)
         await self._forget(name)
@@ -120,7 +128,10 @@ class Bench:
             await self._ask(name, history, 1, source="decode")
         if way in ("host", "disk"):
             await self._forget(name)
-        return await self._ask(name, second, 1, source)
+        before = await self._settled(name)
+        ttft_s, answer = await self._ask(name, second, 1, source)
+        after = await self._settled(name)
+        return ttft_s, answer, sum(after.get(each, 0.0) - before.get(each, 0.0) for each in BROUGHT)
 
     async def slowed(self, repeats: int) -> dict[str, dict[str, float]]:
         """A prefill beside fetches from the same engine, beside as many requests that fetch nothing, and alone."""
@@ -189,6 +200,24 @@ class Bench:
             found[name] = {"load_gb_per_s": round(loaded / load_s / GB, 2), "digest_share": round(share, 3)}
         return found
 
+    async def fetches(self) -> dict[str, float] | None:
+        """All fetches by the channels' own counters, and the digests' share of their time; None where none were.
+
+        An engine lends or fetches, and none does both.
+        """
+        counters = [await self._settled(name) for name in self._cores]
+        fetch_s = sum(each["fetch_s"] for each in counters)
+        if not fetch_s:
+            return None
+        fetched = sum(each["blocks_fetched"] for each in counters) * self._block_bytes
+        target_s = sum(each["fetch_digest_s"] for each in counters if each["blocks_fetched"])
+        source_s = sum(each["fetch_digest_s"] for each in counters) - target_s
+        return {
+            "gb_per_s": round(fetched / fetch_s / GB, 2),
+            "digest_share_source": round(source_s / fetch_s, 3),
+            "digest_share_target": round(target_s / fetch_s, 3),
+        }
+
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole benchmark. Its engines have ended when this returns or raises."""
@@ -204,14 +233,15 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for turn in range(options.repeats):
             for tokens in options.tokens:
                 await bench.round(tokens, turn, options.ways)
+        fetches, tiers = await bench.fetches(), await bench.tiers()
         slowed = await bench.slowed(options.slowed) if options.slowed else None
-        tiers = await bench.tiers()
     figures = by_tokens(bench.samples)
     ratios = of_recomputing(figures)
     return {
         "by_tokens": figures,
         "of_recomputing": ratios,
         "tiers": tiers,
+        "fetches": fetches,
         "prefill_slowdown": slowed,
         "memcpy_gb_per_s": round(memcpy_gb_per_s(layer_block_bytes, MEMCPY_BYTES), 2),
         "digest_gb_per_s": round(digest_gb_per_s(layers * layer_block_bytes, MEMCPY_BYTES), 2),

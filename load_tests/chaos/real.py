@@ -41,7 +41,14 @@ STOPPED_S, BETWEEN_S = 4.0, 2.0
 CLIENTS, WARM_UP_S = 3, 20.0
 PREFILL_BYTES, HOST_BYTES, DISK_BYTES = 128 << 20, 32 << 20, 256 << 20
 """Of the default model, prefill has 22 blocks, and each replica 5 and 45 in its tiers."""
-COUNTED = ("blocks_fetched", "fetches_broken", "tier_host_hits", "tier_disk_hits", "tier_digest_failures")
+COUNTED = (
+    "blocks_fetched",
+    "fetches_broken",
+    "fetches_corrupt",
+    "tier_host_hits",
+    "tier_disk_hits",
+    "tier_digest_failures",
+)
 MUST_NOT = ("hung", "wrong", "truncated", "duplicated")
 MAY = ("failed", "cut", "left")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from load_tests.report.handoffs import median
-from transfer.store.digest import digest_of
+from transfer.memory.digest import digest_of
 
 PASSES = 5
 

@@ -17,20 +17,22 @@ TARGET_TOKENS = 1000
 class Sample:
     """One second turn. `history`: the tokens of the first one. `way`: where the history's KV came from.
 
-    `reused_bytes`: of the history's whole blocks.
+    `reused_bytes`: of the history's whole blocks. `brought_s`: the time in which they came.
     """
 
     history: int
     way: str
     ttft_s: float
     reused_bytes: int
+    brought_s: float = 0.0
 
 
 def by_tokens(samples: Sequence[Sample]) -> dict[str, dict[str, dict[str, Any]]]:
     """The figures by tokens of the history, and then by way.
 
     `gb_per_s`: the bytes over what the way adds to the median time to a first token where all is cached; None for a way
-    that moves nothing, or adds nothing that can be measured.
+    that moves nothing, or adds nothing that can be measured. `layered_saves_at_most`: the time in which the KV comes,
+    or that of a cached turn where that is shorter, over the time to a first token; None for a way that moves nothing.
     """
     groups: dict[int, dict[str, list[Sample]]] = {}
     for sample in samples:
@@ -44,13 +46,16 @@ def _by_way(ways: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:
 
 
 def _figures(way: str, samples: Sequence[Sample], cached_s: float | None) -> dict[str, Any]:
-    ttfts = [sample.ttft_s for sample in samples]
-    added = median(ttfts) - cached_s if cached_s is not None and way not in ("cached", "recompute") else 0.0
+    ttfts, brought_s = [sample.ttft_s for sample in samples], median([sample.brought_s for sample in samples])
+    is_moved = cached_s is not None and way not in ("cached", "recompute")
+    added, hidden_s = (median(ttfts) - cached_s, min(brought_s, cached_s)) if cached_s and is_moved else (0.0, None)
     return {
         "repeats": len(samples),
         "ttft_s_p50": round(median(ttfts), 4),
         "ttft_s_p99": round(percentile(ttfts, 0.99), 4),
         "gb_per_s": round(samples[0].reused_bytes / added / GB, 2) if added > 0 else None,
+        "brought_s_p50": round(brought_s, 4),
+        "layered_saves_at_most": None if hidden_s is None else round(hidden_s / median(ttfts), 3),
     }
 
 

@@ -263,7 +263,7 @@ class Channel:
         seldom while handoffs are open: a peer may write here, and its transport needs ours.
         """
         now = time.monotonic()
-        if self._commands:
+        if self._commands or self._decode.is_comparing:
             return 0
         wait_s = self._prefill.wait_s(now)
         wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
@@ -280,6 +280,7 @@ class Channel:
         if len(self._decode) or self._decode.is_active(now) or self._prefill.is_active(now):
             self._plane.progress()
         self._prefill.progress()
+        self._decode.progress()
         if self._prefill.is_busy:
             time.sleep(self._timings.write_poll_s)
 

@@ -1,7 +1,8 @@
 """The handoffs to a worker, and its fetches: it offers blocks, waits for KV and first token, and fences cancelled ones.
 
 A handoff is fenced while peers may still write its blocks: the peers are asked to stop, until each has answered that
-it has stopped. Only the channel's thread uses this module.
+it has stopped. When all of a fetch is written, its blocks are compared with their digests before they count. Only the
+channel's thread uses this module.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from transfer.channel.digests import BlockReader
+from transfer.channel.fetched import FetchedBlocks
 from transfer.channel.outbox import Key, Outbox, Trace, remember
 from transfer.channel.timings import TIMINGS, Timings
 from transfer.control import messages as control
@@ -29,19 +32,13 @@ NO_SOURCE = "the other replica's workers do not have the layers of this one's mo
 
 @dataclass(slots=True)
 class _Receiving:
-    """`asked`: the number of blocks of a fetch, and `found`: how many of them each peer has; 0 for a handoff.
-
-    `begun`: by the monotonic clock, as `deadline`. `late_at`: when a fetch's request waits no longer for its end.
-    """
+    """`deadline`: by the monotonic clock. `fetched`: what a fetch asked for; None for a handoff."""
 
     request_id: str
     endpoints: list[str]
     deadline: float
     machine: Receiver
-    asked: int = 0
-    found: dict[str, int] = field(default_factory=dict)
-    begun: float = field(default_factory=time.monotonic)
-    late_at: float = math.inf
+    fetched: FetchedBlocks | None = None
 
 
 class DecodeSide:
@@ -63,12 +60,19 @@ class DecodeSide:
         self.address = endpoint_of(endpoint.address, layout.layers, layout.total_layers)
         self._timeout_s, self._trace, self._timings = timeout_s, trace, timings
         self._receiving: dict[Key, _Receiving] = {}
+        self._contents = BlockReader(layout, outbox.counts)
+        self._comparing: dict[Key, FetchedBlocks] = {}
         self._active_until = 0.0
         self.early_tokens: OrderedDict[Key, int] = OrderedDict()
 
     def __len__(self) -> int:
         """The number of open handoffs."""
-        return len(self._receiving)
+        return len(self._receiving) + len(self._comparing)
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether blocks have come that are not compared with their digests yet."""
+        return bool(self._comparing)
 
     def is_active(self, now: float) -> bool:
         """Whether the transport has work on our side: a write is under way, or a new peer makes its connection."""
@@ -113,9 +117,9 @@ class DecodeSide:
             return
         machine = Receiver(needs_token=False, writing=set(endpoints))
         deadline = time.monotonic() + min(timeout_s, self._timeout_s)
-        receiving = _Receiving(request_id, endpoints, deadline, machine, len(blocks))
-        receiving.late_at = deadline + self._timings.fetch_grace_s
-        self._receiving[key] = receiving
+        late_at = deadline + self._timings.fetch_grace_s
+        fetched = FetchedBlocks(request_id, self._layout, peers, blocks, late_at)
+        self._receiving[key] = _Receiving(request_id, endpoints, deadline, machine, fetched)
         fetch = control.Fetch(*key, self._layout.rank, blocks, hashes, timeout_s)
         for endpoint in endpoints:
             self._reach(endpoint)
@@ -124,8 +128,8 @@ class DecodeSide:
 
     def found(self, key: Key, blocks: int, endpoint: str) -> None:
         """A peer has this number of the leading blocks, and writes those."""
-        if self._is_writing(key, endpoint):
-            self._receiving[key].found[endpoint] = blocks
+        if self._is_writing(key, endpoint) and (fetched := self._receiving[key].fetched) is not None:
+            fetched.found[endpoint] = blocks
 
     def cancel_unoffered(self, key: Key, peers: list[str], reason: str) -> None:
         for endpoint in self._sources(peers):
@@ -133,10 +137,15 @@ class DecodeSide:
             self._endpoint.send(endpoint, control.Cancel(*key, self._layout.rank, reason))
 
     def cancel(self, key: Key, reason: str) -> None:
-        self._tell(key, lambda machine: machine.cancel(reason))
+        if key in self._comparing:
+            self._compared(key)
+        else:
+            self._tell(key, lambda machine: machine.cancel(reason))
 
-    def landed(self, key: Key, endpoint: str) -> None:
+    def landed(self, key: Key, endpoint: str, digests: tuple[bytes, ...] = ()) -> None:
         if self._is_writing(key, endpoint):
+            if (fetched := self._receiving[key].fetched) is not None:
+                fetched.digests[endpoint] = digests
             self._tell(key, lambda machine: machine.landed(endpoint))
 
     def failed(self, key: Key, reason: str, endpoint: str) -> None:
@@ -165,9 +174,28 @@ class DecodeSide:
             if now > receiving.deadline:
                 receiving.deadline = now + self._timeout_s
                 self.cancel(key, "the KV cache did not arrive in time")
-            if now > receiving.late_at and key in self._receiving:
-                receiving.late_at = math.inf
+            if (fetched := receiving.fetched) and now > fetched.late_at and key in self._receiving:
+                fetched.late_at = math.inf
                 self._outbox.late(receiving.request_id)
+        for key in [key for key, fetched in self._comparing.items() if now > fetched.late_at]:
+            self._compared(key)
+
+    def progress(self) -> None:
+        """Compare a piece of what has come with its digests: of the fetch that has waited longest."""
+        for key in list(self._comparing)[:1]:
+            if self._comparing[key].compare(self._contents):
+                self._compared(key)
+
+    def _compared(self, key: Key) -> None:
+        """A fetch is over. What is not compared by now has not come."""
+        fetched = self._comparing.pop(key)
+        blocks, asked, counts = fetched.good, len(fetched.blocks), self._outbox.counts
+        if fetched.is_corrupt:
+            counts["fetches_corrupt"] += 1
+            text = "session %s: block %d of a fetch from %s is not as it was written, and is computed"
+            logger.warning(text, key[0], blocks, ", ".join(fetched.parts), extra={"session_id": key[0]})
+        self._outbox.fetched(fetched.request_id, blocks, asked, time.monotonic() - fetched.begun)
+        self._trace("fetched", session=key[0], blocks=blocks)
 
     def _sources(self, peers: list[str]) -> list[str]:
         """The endpoints of those workers of a prefill replica from which this worker takes its KV.
@@ -208,21 +236,13 @@ class DecodeSide:
                     self._endpoint.send(endpoint, cancel)
                 continue
             del self._receiving[key]
-            if receiving.asked:
-                blocks = _fetched(receiving, effect)
-                took_s = time.monotonic() - receiving.begun
-                self._outbox.fetched(receiving.request_id, blocks, receiving.asked, took_s)
-                self._trace("fetched", session=key[0], blocks=blocks)
+            if (fetched := receiving.fetched) is not None:
+                self._comparing[key] = fetched
+                if not (isinstance(effect, Received) and fetched.came):
+                    self._compared(key)
                 continue
             self._trace("received", session=key[0], ok=isinstance(effect, Received))
             if isinstance(effect, Received):
                 self._outbox.received(receiving.request_id, effect.token)
             else:
                 self._outbox.broken(receiving.request_id, effect.reason)
-
-
-def _fetched(fetch: _Receiving, end: ReceiverEffect) -> int:
-    """The number of leading blocks that are here from every peer. A fetch that broke has brought none."""
-    if not isinstance(end, Received):
-        return 0
-    return min(fetch.asked, *(fetch.found.get(endpoint, 0) for endpoint in fetch.endpoints))

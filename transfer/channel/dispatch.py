@@ -31,8 +31,8 @@ def hand_on(incoming: Incoming, decode: DecodeSide, prefill: PrefillSide) -> boo
             decode.first_token((session, epoch), token)
         case control.Found(session, epoch, blocks) if isinstance(sender, str):
             decode.found((session, epoch), blocks, sender)
-        case control.Landed(session, epoch) if isinstance(sender, str):
-            decode.landed((session, epoch), sender)
+        case control.Landed(session, epoch, digests) if isinstance(sender, str):
+            decode.landed((session, epoch), sender, digests)
         case control.Failed(session, epoch, reason) if isinstance(sender, str):
             decode.failed((session, epoch), reason, sender)
         case control.Refused(reason) if isinstance(sender, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -37,12 +38,16 @@ class NoLibrary:
         """Nothing was borrowed."""
 
 
-def lend(writer: Writer, borrowed: Sequence[int], remote: Sequence[int]) -> list[WriterEffect]:
-    """Hand the leading blocks over into `remote`. All of their layers are computed, and no engine waits for them."""
+def lend(writer: Writer, borrowed: Sequence[int], remote: Sequence[int], at_once: int) -> list[WriterEffect]:
+    """Hand the leading blocks over into `remote`. All of their layers are computed, and no engine waits for them.
+
+    `at_once`: the most blocks of one write.
+    """
     tokens = len(borrowed) * writer.block_size
     effects = writer.offered(0, remote[: len(borrowed)])
-    for layer in writer.layers:
-        effects += writer.saved(layer, tokens, tokens, borrowed)
+    ends = [*range(at_once * writer.block_size, tokens, at_once * writer.block_size), tokens]
+    for layer, end in itertools.product(writer.layers, ends):
+        effects += writer.saved(layer, end, tokens, borrowed)
     return [*effects, *writer.ended(ok=True)]
 
 

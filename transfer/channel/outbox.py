@@ -27,6 +27,8 @@ COUNTERS = (
     "blocks_fetched",  # from other replicas
     "fetch_s",  # in which those came
     "fetches_broken",  # from other replicas: less than what was asked for has come
+    "fetches_corrupt",  # of these, those with a block that is not as its source read it
+    "fetch_digest_s",  # in which digests of fetched blocks were computed, here as source and as target
     "messages_refused",  # well formed, but not allowed from this sender, or not on this side
 )
 

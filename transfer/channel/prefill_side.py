@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from transfer.channel.decode_peers import DecodePeers
+from transfer.channel.digests import BlockReader, WrittenBlocks
 from transfer.channel.layers import Chunk, LaunchedLayers, Ready
-from transfer.channel.library import Library, NoLibrary, answer, lend
+from transfer.channel.library import Library, NoLibrary, answer
 from transfer.channel.outbox import Key, Outbox, Trace, remember
 from transfer.channel.pacing import Job, Limits, Pacer
 from transfer.channel.timings import TIMINGS, Timings
@@ -23,8 +24,6 @@ from transfer.control.handoff import SendFailed, SendLanded, Write, Writer, Writ
 from transfer.memory.layout import KVLayout
 from transfer.memory.partition import Partition, readers
 from transfer.memory.plane import Plane
-
-Reading = tuple[Key, int]  # one decode worker's part of a handoff: key and rank
 
 
 class PrefillSide:
@@ -47,8 +46,9 @@ class PrefillSide:
         self._layout, self._partition, self._endpoint, self._outbox = layout, layout.partition, endpoint, outbox
         self._timeout_s, self._trace, self._offer_grace_s = timeout_s, trace, timings.offer_grace_s
         self._handoffs: dict[Key, Writing] = {}
-        self._gone: OrderedDict[Reading, str] = OrderedDict()
+        self._gone: OrderedDict[tuple[Key, int], str] = OrderedDict()  # by key and the rank of a decode worker
         self._launched = LaunchedLayers()
+        self._contents = BlockReader(layout, outbox.counts)
         self.library: Library = NoLibrary()
         self.peers = DecodePeers(plane, layout, endpoint, outbox, timings.warm_up_s)
         self.writes = Writes(plane, endpoint, self.peers, outbox, Pacer(limits), trace, timings, self._written)
@@ -205,8 +205,8 @@ class PrefillSide:
         if borrowed:
             writing, reader = self._open(key), self._reader(key, rank, theirs.partition)
             writing.deadline = time.monotonic() + min(fetch.timeout_s, self._timeout_s)
-            reader.borrowed, reader.peer = borrowed, sender
-            self._carry_out(key, rank, lend(reader.machine, borrowed, fetch.blocks))
+            written = WrittenBlocks(self._contents, reader.machine.layers, self._layout.window(theirs), borrowed)
+            self._carry_out(key, rank, reader.lend(borrowed, sender, written, fetch.blocks))
 
     def recall(self) -> bool:
         """End all fetches from this worker. Returns True once no write reads borrowed blocks."""
@@ -261,7 +261,7 @@ class PrefillSide:
                 case SendLanded():
                     self._outbox.counts[f"{reader.kind}_landed"] += 1
                     self._trace("landed", session=key[0], rank=rank)
-                    self._answer(reader, control.Landed(*key))
+                    self._answer(reader, reader.landed(key))
                 case SendFailed(reason):
                     self._outbox.counts[f"{reader.kind}_failed"] += 1
                     self._answer(reader, control.Failed(*key, reason))
@@ -270,10 +270,10 @@ class PrefillSide:
 
     def _written(self, job: Job, ok: bool) -> None:
         key, rank = job.handoff
-        machine = self._handoffs[key].readers[rank].machine
-        if ok and not machine.is_computed:
-            self._outbox.counts["bytes_overlapped"] += job.size
-        self._carry_out(key, rank, machine.write_done(ok))
+        reader = self._handoffs[key].readers[rank]
+        if ok:
+            self._outbox.counts["bytes_overlapped"] += reader.wrote(job)
+        self._carry_out(key, rank, reader.machine.write_done(ok))
         self._end_if_over(key)
 
     def _answer(self, reader: Reader, message: control.AnyMessage) -> None:

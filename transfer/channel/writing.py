@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from transfer.channel.digests import WrittenBlocks
+from transfer.channel.library import lend
 from transfer.channel.outbox import Key
 from transfer.channel.pacing import Job
-from transfer.control.handoff import Write, Writer, WriterState
-from transfer.control.messages import Fetch, Offer
+from transfer.control.handoff import Write, Writer, WriterEffect, WriterState
+from transfer.control.messages import Fetch, Landed, Offer
 from transfer.memory.layout import KVLayout
 from transfer.memory.partition import sources
 
@@ -17,17 +19,35 @@ from transfer.memory.partition import sources
 class Reader:
     """One decode worker's part of a handoff. `peer`: its connection, once it has offered its blocks or cancelled.
 
-    `borrowed`: the cached blocks that a fetch reads.
+    `borrowed`: the cached blocks that a fetch reads. `written`: what has been written of them.
     """
 
     machine: Writer
     peer: bytes | None = None
     borrowed: tuple[int, ...] = ()
+    written: WrittenBlocks | None = None
 
     @property
     def kind(self) -> str:
         """As counters name it."""
         return "fetches" if self.borrowed else "handoffs"
+
+    def lend(
+        self, borrowed: tuple[int, ...], peer: bytes, written: WrittenBlocks, remote: Sequence[int]
+    ) -> list[WriterEffect]:
+        """Hand borrowed blocks over to a worker that fetches them into its blocks `remote`."""
+        self.borrowed, self.peer, self.written = borrowed, peer, written
+        return lend(self.machine, borrowed, remote, written.blocks_at_once)
+
+    def wrote(self, job: Job) -> int:
+        """A write has ended well. Returns how many of its bytes moved while their prompt was still computed."""
+        if self.written is not None:
+            self.written.wrote(job.write)
+        return 0 if self.machine.is_computed else job.size
+
+    def landed(self, key: Key) -> Landed:
+        """What the decode worker is told when all is written."""
+        return Landed(*key, self.written.digests() if self.written else ())
 
 
 @dataclass(slots=True)

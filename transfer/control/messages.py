@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from transfer.control.seal import SealOf
+from transfer.memory.digest import DIGEST_BYTES
 from transfer.memory.layout import KVLayout
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -19,6 +20,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]  # NaN is refused, too
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -72,10 +74,14 @@ class Cancel(Message, frozen=True):
 
 
 class Landed(Message, frozen=True):
-    """Every offered block is written."""
+    """Every offered block is written.
+
+    `digests`: of a fetch, one for each block that was found, of what the worker read and wrote of it.
+    """
 
     session: Name
     epoch: int
+    digests: tuple[Digest, ...] = ()
 
 
 class Failed(Message, frozen=True):

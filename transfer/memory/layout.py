@@ -119,7 +119,11 @@ class KVLayout:
 
     def window(self, other: KVLayout) -> tuple[int, int]:
         """Offset and length of the heads that `other` holds as well, in bytes inside each of this layout's blocks."""
-        begin, end = _shared_heads(self, other)
+        return self.window_of(other.heads)
+
+    def window_of(self, heads: range) -> tuple[int, int]:
+        """The same of some of the model's heads."""
+        begin, end = max(self.heads.start, heads.start), min(self.heads.stop, heads.stop)
         if len(self.heads) == end - begin:
             return 0, self.block_bytes
         return (begin - self.heads.start) * self.head_bytes, (end - begin) * self.head_bytes

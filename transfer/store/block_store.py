@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from itertools import takewhile
 
+from transfer.memory.digest import digest_of
 from transfer.store.admission import FrequencySketch
 from transfer.store.block_memory import BlockMemory, Gate, Gather, Lender, gather_lent, gather_owned
 from transfer.store.config import StoreConfig
-from transfer.store.digest import digest_of
 from transfer.store.disk_tier import STAGED_BLOCKS, DiskTier
 from transfer.store.host_tier import HostTier
 from transfer.store.ledger import Changes, Ledger, Tier

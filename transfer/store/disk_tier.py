@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from transfer.memory.digest import digest_of
 from transfer.store.block_file import BlockFile, SystemFile, open_block_file
 from transfer.store.block_memory import BlockMemory
 from transfer.store.config import DiskConfig
-from transfer.store.digest import digest_of
 from transfer.store.host_buffer import HostBuffer
 from transfer.store.ledger import Ledger, Tier
 from transfer.store.refs import BlockRef, StoreError

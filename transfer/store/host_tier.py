@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from transfer.memory.digest import digest_of
 from transfer.store.block_memory import BlockMemory
-from transfer.store.digest import digest_of
 from transfer.store.host_buffer import HostBuffer
 from transfer.store.ledger import Ledger, Tier
 from transfer.store.refs import BlockRef

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from transfer.store.digest import digest_of
+from transfer.memory.digest import digest_of
 from transfer.store.refs import BlockRef, StoreError
 from transfer.store.slots import Held
 

@@ -19,5 +19,7 @@ async def test_a_small_run_gives_equal_answers_and_all_figures(tmp_path: Path) -
     assert figures["answers_equal"]
     assert set(figures["by_tokens"]["300"]) == set(WAYS)
     assert all(each["ttft_s_p50"] > 0 for each in figures["by_tokens"]["300"].values())
+    assert 0 < figures["fetches"]["digest_share_target"] < 1
+    assert 0 < figures["fetches"]["digest_share_source"] < 1
     assert set(figures["prefill_slowdown"]) == {"over_alone", "over_cached"}
     assert figures["targets"].keys() == {"prefill_slowed_under_3_percent"}, "none at 1,000 tokens"

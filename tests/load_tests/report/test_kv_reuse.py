@@ -10,8 +10,8 @@ from load_tests.report.kv_reuse import Sample, by_tokens, of_recomputing, slowdo
 GB = 10**9
 
 
-def samples(way: str, *ttfts_s: float, history: int = 1000) -> list[Sample]:
-    return [Sample(history, way, ttft_s, GB) for ttft_s in ttfts_s]
+def samples(way: str, *ttfts_s: float, history: int = 1000, brought_s: float = 0.0) -> list[Sample]:
+    return [Sample(history, way, ttft_s, GB, brought_s) for ttft_s in ttfts_s]
 
 
 def test_a_way_is_compared_with_recomputing_and_its_speed_is_what_it_adds_to_a_cached_turn() -> None:
@@ -19,14 +19,23 @@ def test_a_way_is_compared_with_recomputing_and_its_speed_is_what_it_adds_to_a_c
         [
             *samples("recompute", 9.0, 10.0, 11.0),
             *samples("cached", 1.0, 1.0, 1.0),
-            *samples("host", 1.5, 1.4, 9.0),
-            *samples("disk", 3.0, 5.0, 4.0),
+            *samples("host", 1.5, 1.4, 9.0, brought_s=0.3),
+            *samples("disk", 3.0, 5.0, 4.0, brought_s=2.5),
             *samples("recompute", 20.0, history=2000),
         ]
     )
     assert list(figures) == ["1000", "2000"]
-    assert figures["1000"]["host"] == {"repeats": 3, "ttft_s_p50": 1.5, "ttft_s_p99": 9.0, "gb_per_s": 2.0}
+    assert figures["1000"]["host"] == {
+        "repeats": 3,
+        "ttft_s_p50": 1.5,
+        "ttft_s_p99": 9.0,
+        "gb_per_s": 2.0,
+        "brought_s_p50": 0.3,
+        "layered_saves_at_most": 0.2,
+    }
     assert figures["1000"]["disk"]["gb_per_s"] == pytest.approx(0.33)
+    assert figures["1000"]["disk"]["layered_saves_at_most"] == 0.25, "computing the rest takes 1 s of the 4"
+    assert figures["1000"]["cached"]["layered_saves_at_most"] is None
     assert (figures["1000"]["cached"]["gb_per_s"], figures["1000"]["recompute"]["gb_per_s"]) == (None, None)
     ratios = of_recomputing(figures)
     assert ratios == {"1000": {"cached": 0.1, "host": 0.15, "disk": 0.4}, "2000": {}}

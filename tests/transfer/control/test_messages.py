@@ -22,7 +22,7 @@ MESSAGES = [
     control.Refused("block_size differs"),
     control.Offer("session", 1, 0, 2, [5, 4, 9], 60.0),
     control.Cancel("session", 1, 0, "aborted"),
-    control.Landed("session", 1),
+    control.Landed("session", 1, (bytes(16), bytes(range(16)))),
     control.Failed("session", 1, "a write failed"),
     control.FirstToken("session", 1, 42),
     control.Fetch("session", 1, 0, [5, 4], [bytes(32), b"\xff"], 60.0),
@@ -51,6 +51,7 @@ def sealed(body: bytes) -> bytes:
     [
         {"type": "Offer", "session": 1, "epoch": 1},
         {"type": "Landed"},
+        {"type": "Landed", "session": "s", "epoch": 1, "digests": [b"15 bytes or less"[:15]]},
         {"type": "Nothing"},
         {"type": "Hello", "agent": "a", "agent_metadata": b"", "layout": {"num_layers": 1}},
         {

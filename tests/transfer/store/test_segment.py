@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.transfer.store.conftest import keys_of
-from transfer.store.digest import digest_of
+from transfer.memory.digest import digest_of
 from transfer.store.refs import StoreError, chain
 from transfer.store.segment import FOLDER, RECORD_BYTES, Segment, open_segment, slot_bytes
 from transfer.store.slots import Held

@@ -228,8 +228,8 @@ class ClassConfig(Section):
     """More waiting requests of the class are refused; null: only `max_queued_requests` counts."""
     yields: bool = False
     """Whether it takes only what the other classes leave: memory and places up to a mark, decode steps within the
-    objectives of the answers beside it, prefill that is idle; and only while none of theirs waits. It must have the
-    highest rank and no objectives."""
+    objectives of the answers beside it, prefill that is idle; and only while none of theirs waits. Its answers are let
+    go when others need what they hold, and go on later. It must have the highest rank and no objectives."""
 
 
 class WeightsConfig(Section):

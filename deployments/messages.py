@@ -472,6 +472,7 @@ class Placement:
 
     `cached_tokens`: prompt tokens expected in the prefix cache of the replica that prefills. `forecast`: the times
     expected. `tpot_s`: the TPOT objective of its class in seconds; 0 where it has none. `fetch`: None: nothing.
+    `yields`: its owner may let it go for another session. `let_go`: the sessions that its owner lets go for it.
     """
 
     session_id: str
@@ -487,6 +488,8 @@ class Placement:
     forecast: Forecast = Forecast()
     tpot_s: float = 0.0
     fetch: FetchPlan | None = None
+    yields: bool = False
+    let_go: tuple[str, ...] = ()
 
     @property
     def is_move(self) -> bool:
@@ -577,7 +580,8 @@ class SessionTask:
     `request`: the frames of an encoded EngineCoreRequest. `reservation`: what is reserved for it on this replica.
     `movable`: this replica writes the end of the answer, and another one could go on with it. `hands_over`: the session
     moves away from this replica, which only hands over its KV; it may be draining, and Serve may have taken it out.
-    `traceparent`: the parent of the replica's span, as W3C writes it; "" where nothing is traced.
+    `traceparent`: the parent of the replica's span, as W3C writes it; "" where nothing is traced. `let_go`: the
+    sessions that the replica lets go before it begins this one, which needs what they hold.
     """
 
     session_id: str
@@ -591,6 +595,7 @@ class SessionTask:
     movable: bool = False
     hands_over: bool = False
     traceparent: str = ""
+    let_go: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

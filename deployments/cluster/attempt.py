@@ -22,16 +22,7 @@ from deployments.cluster.engine_request import FINISH, Remainder, fetched, part,
 from deployments.cluster.notices import Notices
 from deployments.cluster.port import Replicas
 from deployments.cluster.refusal import refusal
-from deployments.cluster.session import (
-    Deliver,
-    Effect,
-    EndPrefill,
-    Fail,
-    Over,
-    PrefillOver,
-    Session,
-    StartDecode,
-)
+from deployments.cluster.session import Deliver, Effect, EndPrefill, Fail, Over, PrefillOver, Session, StartDecode
 from deployments.cluster.timings import Timings
 from deployments.errors import HandoffFailed, ReplicaLost, RequestFault, SessionError
 from deployments.host.tasks import OwnTasks
@@ -166,6 +157,7 @@ class Attempt:
             movable=replica is placement.owner and not self._answer.continuation_rule,
             hands_over=role is Role.PREFILL and replica.replica_id == left.moved_from,
             traceparent=self._answer.traceparent,
+            let_go=placement.let_go if replica is placement.owner else (),
         )
 
     def _start_decode(self, prefilled: EngineCoreOutput) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deployments.fleet.promise import Taken
 from deployments.messages import ReplicaInfo, Role
 from deployments.step_cost import Coefficients
 
@@ -243,17 +244,17 @@ class Columns:
         free[rows] = room[rows] = 0
         return self._with(numbers={**self.numbers, "free_blocks": free, "room_blocks": room})
 
-    def without_answer(self, row: int, held_tokens: int, expected_blocks: int) -> Columns:
-        """These columns, without one of the answers that the replica in this row writes.
-
-        `held_tokens`, `expected_blocks`: what the columns count for it.
-        """
-        changed = {name: self.numbers[name].copy() for name in ("sessions", "held_tokens", "expected_blocks", "step_s")}
-        for name, part in (("sessions", 1), ("held_tokens", held_tokens), ("expected_blocks", expected_blocks)):
-            changed[name][row] = max(0.0, changed[name][row] - part)
-        steps = self._steps[self.kind[row]]
-        changed["step_s"][row] = _step_s(steps, changed["sessions"][row], changed["held_tokens"][row])
-        return self._with(numbers={**self.numbers, **changed})
+    def without_answers(self, taken: Mapping[int, Taken]) -> Columns:
+        """These columns, without some of the answers that replicas write. `taken`: by row."""
+        new = {name: self.numbers[name].copy() for name in (*Taken._fields, "room_blocks", "step_s")}
+        for row, part in taken.items():
+            for name, amount in zip(Taken._fields, (*(-each for each in part[:3]), part.free_blocks), strict=True):
+                new[name][row] = max(0.0, new[name][row] + amount)
+            is_full = new["sessions"][row] >= self.numbers["max_sessions"][row]
+            new["room_blocks"][row] = -1 if is_full else new["free_blocks"][row]
+            steps = self._steps[self.kind[row]]
+            new["step_s"][row] = _step_s(steps, new["sessions"][row], new["held_tokens"][row])
+        return self._with(numbers={**self.numbers, **new})
 
     def _with(self, **changed: Any) -> Columns:
         other = Columns.__new__(Columns)

@@ -24,7 +24,7 @@ from deployments.fleet.ledger import Ledger
 from deployments.fleet.promise import Promise
 from deployments.fleet.row import Arrival, reservable, row_of
 from deployments.fleet.view import FleetView, LiveView
-from deployments.messages import Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
+from deployments.messages import Finished, Peers, Phase, Placement, ReplicaInfo, ReplicaSnapshot, Role
 from deployments.step_cost import Coefficients
 
 _NO_COEFFICIENTS: Mapping[str, Coefficients] = {}
@@ -188,6 +188,14 @@ class Fleet:
             self._ledger.remove(released, now_s)
         return released is not None
 
+    def may_let_go(self, replica_id: str) -> tuple[Promise, ...]:
+        """The answers that a replica may let go for another session."""
+        return tuple(self._ledger.share(replica_id).yielding.values())
+
+    def let_go(self, promise: Promise, now_s: float) -> None:
+        """The owner is being told to let this session go: from now on, it holds nothing there."""
+        self._ledger.finish(promise.placement.owner.replica_id, (Finished(*promise.key, 0),), now_s)
+
     def expire(self, now_s: float) -> tuple[Promise, ...]:
         """Drop the promises and the replicas whose time is over. Returns the promises dropped."""
         expired = self._ledger.expire(now_s)
@@ -237,7 +245,12 @@ class Fleet:
         for replica_id in shut:
             if (row := columns.rows.get(replica_id)) is not None:
                 columns.ready[row] = False  # this array is not shared: `at` has made it
-        return LiveView(columns, self._shapes_known(), self._silent_roles(), now_s, waiting)
+        return LiveView(columns, self._shapes_known(), self._silent_roles(), now_s, waiting, self._ledger.yielding)
+
+    def row(self, replica_id: str) -> ReplicaView | None:
+        """A replica's row now; None where it has not reported its shape."""
+        arrival = self._arrivals.get(replica_id)
+        return None if arrival is None or arrival.snapshot.info is None else self._row(arrival)
 
     def _refresh(self, replica_id: str) -> None:
         arrival = self._arrivals.get(replica_id)

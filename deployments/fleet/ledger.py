@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
-from deployments.fleet.promise import Key, Promise
+from deployments.fleet.promise import Key, Promise, Taken
 from deployments.messages import NOTHING, Finished, Placement, Reservation
 
 _UNPROMISED = 0
@@ -27,15 +27,17 @@ class Share:
     """What the ledger has on one replica.
 
     `unpromised`: sessions that the replica lists and that this ledger did not place, with their reservations.
-    `released`: those of `promises` whose session is closed. The sums are over all that is not released. `prompts`:
-    predicted seconds of the prompts that the replica has yet to compute, the oldest first. `begun_s`: when the first of
-    them began. `confirmed_s`: when the replica's sessions were last compared with its promises. `objectives`:
+    `released`: those of `promises` whose session is closed. `yielding`: those that it may let go. The sums are over all
+    that is not released. `prompts`: predicted seconds of the prompts that the replica has yet to compute, the oldest
+    first. `begun_s`: when the first of them began.
+    `confirmed_s`: when the replica's sessions were last compared with its promises. `objectives`:
     the TPOT objectives of the answers written here, or about to be, each with their number.
     """
 
     replica_id: str
     promises: dict[Key, Promise] = field(default_factory=dict)
     released: dict[Key, Promise] = field(default_factory=dict)
+    yielding: dict[Key, Promise] = field(default_factory=dict)
     unpromised: dict[str, Reservation] = field(default_factory=dict)
     prompts: dict[Key, float] = field(default_factory=dict)
     begun_s: float = 0.0
@@ -54,6 +56,13 @@ class Share:
         """Whether nothing is reserved here."""
         return not self.promises and not self.unpromised
 
+    @property
+    def may_let_go(self) -> Taken:
+        """What the answers have that it may let go."""
+        held = [promise.reservation(self.replica_id) for promise in self.yielding.values()]
+        tokens, expected = sum(each.held_tokens for each in held), sum(each.expected_blocks for each in held)
+        return Taken(len(held), tokens, expected, sum(each.blocks for each in held))
+
     def put(self, promise: Promise, now_s: float) -> None:
         """Enter a promise, or bring it up to date."""
         key = promise.key
@@ -68,6 +77,10 @@ class Share:
         self._bind(promise, 1)
         if promise.released:
             self.released[key] = promise
+        if promise.may_be_let_go_by(self.replica_id):
+            self.yielding[key] = promise
+        else:
+            self.yielding.pop(key, None)
         if reserved.prefill_tokens:
             self.prompts[key] = reserved.prefill_s
         else:
@@ -82,6 +95,7 @@ class Share:
             self._add(before.reservation(self.replica_id), -1)
             self._bind(before, -1)
         self.released.pop(promise.key, None)
+        self.yielding.pop(promise.key, None)
         self.prompts.pop(promise.key, None)
         self._update_begun(head, now_s)
 
@@ -132,13 +146,15 @@ class Share:
 class Ledger:
     """Every promise, found by its key, by its session and by its replicas. Times are seconds of the caller's clock.
 
-    `changed`: replica ids; the ledger adds each replica whose share has changed, and the caller clears it. `slack_s`: a
-    promise ends this long after its session's timeout. `unconfirmed_s`: a promise ends when no replica has listed its
-    session for this long, because its ingress died before the session began, or before it closed it.
+    `changed`: replica ids; the ledger adds each replica whose share has changed, and the caller clears it. `yielding`:
+    the shares of replicas that may let sessions go. `slack_s`: a promise ends this long after its session's timeout.
+    `unconfirmed_s`: a promise ends when no replica has listed its session for this long, because its ingress died
+    before the session began, or before it closed it.
     """
 
     def __init__(self, changed: dict[str, None], slack_s: float, unconfirmed_s: float) -> None:
         self._changed = changed
+        self.yielding: dict[str, Share] = {}
         self._slack_s = slack_s
         self._unconfirmed_s = unconfirmed_s
         self._shares: dict[str, Share] = {}
@@ -195,7 +211,7 @@ class Ledger:
             share.remove(promise, now_s)
             if share.is_empty:
                 del self._shares[replica_id]
-            self._changed[replica_id] = None
+            self._has_changed(share)
 
     def put_unpromised(
         self, replica_id: str, listed: Sequence[str], reservations: Iterable[Reservation], now_s: float
@@ -264,7 +280,14 @@ class Ledger:
             if share is None:
                 share = self._shares[replica_id] = Share(replica_id)
             share.put(promise, now_s)
-            self._changed[replica_id] = None
+            self._has_changed(share)
+
+    def _has_changed(self, share: Share) -> None:
+        self._changed[share.replica_id] = None
+        if share.yielding:
+            self.yielding[share.replica_id] = share
+        else:
+            self.yielding.pop(share.replica_id, None)
 
     def _is_void(self, promise: Promise, now_s: float) -> bool:
         outlived = now_s - promise.at_s > promise.placement.session_timeout_s + self._slack_s

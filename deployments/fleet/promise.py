@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deployments.messages import NOTHING, Placement, Reservation
 
 Key = tuple[str, int]
 """The identity of a promise: session id and epoch."""
+
+
+class Taken(NamedTuple):
+    """What some answers of a replica have, as its row counts it. `free_blocks`: those that would be free."""
+
+    sessions: int
+    held_tokens: float
+    expected_blocks: float
+    free_blocks: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,10 @@ class Promise:
             return reserved
         holds = replica_id == self.placement.owner.replica_id and not self.finished
         return reserved.prefilled() if holds else NOTHING
+
+    def may_be_let_go_by(self, replica_id: str) -> bool:
+        """Whether this replica writes its answer now, and may let it go for another session."""
+        return self.placement.yields and not self.prefilling and self.is_answered_on(replica_id)
 
     def is_answered_on(self, replica_id: str) -> bool:
         """Whether this replica writes its answer, or will as soon as another one has computed the prompt."""

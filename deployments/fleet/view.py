@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from deployments.fleet.columns import Columns, ReplicaView
+from deployments.fleet.ledger import Share
+from deployments.fleet.promise import Taken
 from deployments.messages import ReplicaInfo, Role
 
 
@@ -39,6 +41,9 @@ class View(Protocol):
     def without_room_on(self, replica_ids: Collection[str]) -> View:
         """This view, with no free block on these replicas: their room is kept for other requests."""
 
+    def without_yielding(self) -> View | None:
+        """This view, without the answers that replicas may let go; None: there are none."""
+
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
@@ -63,22 +68,37 @@ class FleetView:
         ready = (view._replace(free_blocks=0) if view.info.replica_id in replica_ids else view for view in self.ready)
         return replace(self, ready=tuple(ready))
 
+    def without_yielding(self) -> FleetView | None:
+        """None: rows do not say which answers those are."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """A view by columns, for policy. It is valid until the fleet changes."""
+    """A view by columns, for policy. It is valid until the fleet changes.
+
+    `yielding`: what is reserved on the replicas that may let answers go, by replica id.
+    """
 
     columns: Columns
     known: Sequence[ReplicaInfo]
     silent: Sequence[Role]
     now_s: float
     waiting: int = 0
+    yielding: Mapping[str, Share] = field(default_factory=dict)
 
     def without_room_on(self, replica_ids: Collection[str]) -> LiveView:
-        """See `View`."""
-        return replace(self, columns=self.columns.without_room_on(replica_ids))
+        """See `View`. What yields there is not let go either."""
+        yielding = {name: share for name, share in self.yielding.items() if name not in replica_ids}
+        return replace(self, columns=self.columns.without_room_on(replica_ids), yielding=yielding)
 
     def without_answer(self, replica_id: str, held_tokens: int, expected_blocks: int) -> LiveView:
         """This view, without one of the answers that a replica writes."""
-        row = self.columns.rows[replica_id]
-        return replace(self, columns=self.columns.without_answer(row, held_tokens, expected_blocks))
+        taken = {self.columns.rows[replica_id]: Taken(1, held_tokens, expected_blocks)}
+        return replace(self, columns=self.columns.without_answers(taken))
+
+    def without_yielding(self) -> LiveView | None:
+        """See `View`."""
+        rows = self.columns.rows
+        taken = {rows[name]: share.may_let_go for name, share in self.yielding.items() if name in rows}
+        return replace(self, columns=self.columns.without_answers(taken), yielding={}) if taken else None

@@ -53,6 +53,7 @@ class ManagerMeter:
         for outcome in ("came", "failed"):
             value(names.HANDED_ON, outcome=outcome).set(self._handed_on.get(outcome, 0))
         value(names.HANDED_ON_BLOCKS).set(self._handed_on.get("blocks", 0))
+        value(names.LET_GO).set(allocator.giving_way.count)
         value(names.OPEN).set(len(allocator.fleet.promises()))
         for name, waiting in allocator.room.queued().items():
             value(names.QUEUED, **{"class": name}).set(waiting)

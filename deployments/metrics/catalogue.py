@@ -148,6 +148,7 @@ HANDED_ON = _manager(
     labels="outcome",
 )
 HANDED_ON_BLOCKS = _manager("baton_blocks_handed_on", "KV blocks that came to others so.")
+LET_GO = _manager("baton_sessions_let_go", "Sessions of classes that yield that gave way to others.")
 OPEN = _manager("baton_sessions_open", "Sessions that are placed.", Kind.GAUGE)
 QUEUED = _manager("baton_sessions_queued", "Sessions that wait for a place.", Kind.GAUGE, "class")
 PROMISED = _manager("baton_promised_blocks", "KV blocks promised to sessions.", Kind.GAUGE, "pool")

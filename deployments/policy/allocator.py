@@ -19,6 +19,7 @@ from deployments.policy.admission.entry import CLOSED, Entry
 from deployments.policy.admission.waiting_room import WaitingRoom
 from deployments.policy.chance import Chance
 from deployments.policy.decider import Decider, OpenSession, Tried
+from deployments.policy.giving_way import GivingWay
 from deployments.policy.moves import Moves
 from deployments.policy.pins import pins_of
 from deployments.policy.predictors import Predictors
@@ -51,6 +52,7 @@ class Allocator:
         self.breakers, self.cordon = Breakers(), Cordon()
         self.entry, self.spread = Entry(self.decider.classes), spread_of(config)
         self._moves = Moves(self.decider, self.fleet, self.breakers, placement.snapshot_interval_s)
+        self.giving_way = GivingWay(self.decider, self.fleet)
         self._sessions: dict[str, OpenSession] = {}
         self._answers: dict[str, Admit | Reject] = {}
         self._swept_s = 0.0
@@ -169,10 +171,13 @@ class Allocator:
         return not self.predictors.index.knows(snapshot.replica_id)
 
     def sessions_to_move(self, snapshot: ReplicaSnapshot, now_s: float) -> tuple[str, ...]:
-        """The sessions that a replica gives up now: it drains, its blocks run out, or they cost less elsewhere.
+        """The sessions that a replica gives up now: they give way and it was not told, it drains, its blocks run out,
+        or they cost less elsewhere.
 
         While requests wait, none moves for its costs: what has room is theirs.
         """
+        if late := self.giving_way.late(snapshot, now_s):
+            return late
         if not snapshot.held_tokens or snapshot.info is None:
             return ()
         if snapshot.replica_id in self.cordon:
@@ -202,6 +207,7 @@ class Allocator:
         self.breakers.lost(replica_id, now_s, gone)
         self.fleet.forget(replica_id)
         self.predictors.forget(replica_id)
+        self.giving_way.forget(replica_id)
         if gone:
             self.cordon.forget(replica_id)
 
@@ -221,6 +227,7 @@ class Allocator:
         for replica_id in known - set(self.fleet.snapshots()):
             self.predictors.forget(replica_id)
             self.cordon.forget(replica_id)
+            self.giving_way.forget(replica_id)
         for promise in expired:
             if not self.fleet.promises_of(promise.placement.session_id):
                 self.predictors.computed(promise.placement.session_id, now_s)
@@ -278,8 +285,8 @@ class Allocator:
         request, placement = session.request, decision.placement
         least = max(request.attempt, request.least_epoch)
         epoch = self.fleet.next_epoch(request.session_id, now_s, least)
-        if epoch != placement.epoch:
-            placement = replace(placement, epoch=epoch)
+        steps = self.predictors.steps_of(placement.owner.pool)
+        placement = self.giving_way.settle(request, replace(placement, epoch=epoch), steps, now_s)
         self.fleet.reserve(placement, request.prompt_tokens, now_s)
         self._sessions[request.session_id] = session
         replicas = {placement.owner.replica_id, placement.prefiller.replica_id}

@@ -91,10 +91,15 @@ class Decider:
     def decide(self, session: OpenSession, view: View, now_s: float) -> Decision:
         """Where a session goes now, or why it must wait or is refused.
 
-        A session that is placed again is not refused early: it was admitted once.
+        A session that is placed again is not refused early: it was admitted once. One that has no place beside sessions
+        that yield goes where it has one without them (`giving_way`).
         """
         priority = self.classes.resolve(session.request.priority)
-        return self._judged(self._field(session, view, priority), session, priority, now_s)
+        decision = self._judged(self._field(session, view, priority), session, priority, now_s)
+        if priority.yields or not _lacks_room(decision) or (without := view.without_yielding()) is None:
+            return decision
+        instead = self._judged(self._field(session, without, priority), session, priority, now_s)
+        return instead if isinstance(instead, Admit) else decision
 
     def _judged(self, here: Field, session: OpenSession, priority: PriorityClass, now_s: float) -> Decision:
         decision = place(here, self.policy)
@@ -116,7 +121,7 @@ class Decider:
         """
         priority = self.classes.resolve(session.request.priority)
         here = self._field(session, view, priority)
-        decision = self._judged(here, session, priority, now_s)
+        decision = self.decide(session, view, now_s)
         if ahead and not isinstance(decision, Reject):
             decision = self.refuse_queueing(session, ahead) or Queue(f"{ahead} requests wait before it", for_turn=True)
         return {
@@ -225,6 +230,13 @@ class Decider:
         return math.inf if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s
 
 
+def _lacks_room(decision: Decision) -> bool:
+    """Whether other sessions are why a request has no place, or one where it would be late."""
+    if isinstance(decision, Reject):
+        return decision.code in ("predicted_ttft", "predicted_tpot")
+    return isinstance(decision, Queue) and not decision.unavailable
+
+
 def settings_of(config: BatonConfig) -> PlacementSettings:
     """What placement takes from the configuration."""
     placement = config.placement
@@ -238,6 +250,7 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         for name, pool in config.pools.items()
         if pool.min_prompt_tokens or pool.max_prompt_tokens or pool.classes or pool.adapters
     }
+    yielding = {name for name, each in config.classes.items() if each.yields}
     return PlacementSettings(
         split_min_prompt_tokens=placement.split_min_prompt_tokens,
         handoff_timeout_s=config.channel.handoff_timeout_s,
@@ -253,6 +266,9 @@ def settings_of(config: BatonConfig) -> PlacementSettings:
         relieves=placement.overcommit > 1,
         fetches=placement.fetch and config.channel.kind != "vllm",
         rebalances=placement.rebalance and placement.policy == "joint",
+        own=frozenset(
+            name for name, pool in config.pools.items() if pool.classes and yielding.issuperset(pool.classes)
+        ),
     )
 
 

@@ -124,6 +124,15 @@ class Parts:
             self.move_if_started(part)
         return len(chosen)
 
+    def let_go(self, session_ids: Collection[str]) -> list[str]:
+        """Let these sessions go, as `move_out`. Returns the requests of those whose parts are over by that."""
+        self.move_out(session_ids)
+        return [
+            request_id
+            for request_id, part in self.open.items()
+            if part.moves and part.done.done() and part.task.session_id in session_ids
+        ]
+
     def move_if_started(self, part: Part) -> None:
         """End a part that is to move, if it has had an output."""
         if part.moves and part.started and not part.done.done():

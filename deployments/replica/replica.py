@@ -128,6 +128,8 @@ class Replica:
         return outcome
 
     async def _outcome(self, part: Part) -> str:
+        if part.task.let_go:  # before its own request, so that the engine has their blocks for that in the same step
+            await self._engine.abort(self._parts.let_go(part.task.let_go))
         await self._engine.add(part.task.request)
         return await part.done
 

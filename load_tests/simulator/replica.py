@@ -155,6 +155,7 @@ class Replica:
         for work in self._leaving:
             if work in self.batch:
                 self.batch.drop(work)
+                self.memory.commit(work, work.context)
                 work.is_given_up = True
                 happened.given_up.append(work)
                 self.log.end(work)

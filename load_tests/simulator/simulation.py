@@ -29,6 +29,8 @@ from load_tests.simulator.steps import Chunk
 from load_tests.simulator.traces import Trace, TraceRequest
 from load_tests.simulator.work import Work
 
+KEPT_CALLS = 4
+"""A replica keeps the KV of a session that it has given up for so many calls of the session manager."""
 STUCK_S = 3600.0
 """If the simulation runs for so many simulated seconds after the last arrival, it hangs."""
 
@@ -73,7 +75,7 @@ class Simulation:
             tuple(self.nodes.values()), managers, calendar, options, self._give_up, self._fetches.copy
         )
         self._trace, self._classes, self._hop_s = trace, classes, cluster.hop_s
-        self._begin_s, self._moves = options.snapshot_delay_s + 1e-3, 0
+        self._begin_s, self._moves, self._call_s = options.snapshot_delay_s + 1e-3, 0, options.call_s
         self._sessions: dict[str, Session] = {}
         self._records: dict[str, Record] = {}
 
@@ -169,34 +171,43 @@ class Simulation:
             attempt=session.moves + 1,
             moved_from=session.placement.owner.replica_id,
         )
+        session.kept = work
         session.ingress.open(left)
+        self._calendar.at(self._calendar.now_s + KEPT_CALLS * self._call_s, self._forget_kept, session, work)
+
+    def _forget_kept(self, session: Session, work: Work) -> None:
+        """A replica does not keep the KV of a session for which no other one has room at once."""
+        if session.kept is work:
+            session.owner.replica.release(work, self._calendar.now_s)
+            session.kept = None
+            self._touched(session.owner)
 
     def _go_on(self, session: Session, answer: Admit | Reject) -> None:
         """A session that moves has a new owner, or none."""
         work, source = session.answer, session.owner
         session.ingress.close(work.session_id, work.epoch, "moved", work.generated)
         if isinstance(answer, Reject):
-            source.replica.release(work, self._calendar.now_s)
+            self._forget_kept(session, work)
             del self._sessions[work.session_id]
             self._refuse(work.session_id, answer)
             return
         rest = Work(work.session_id, 0, work.context, work.outputs - work.generated + 1, work.hashes)
+        if not answer.placement.is_move:
+            self._forget_kept(session, work)
         self._place(session, answer.placement, rest)
+        session.kept = None
         if session.helper is source and answer.placement.is_move:
             session.prefill = work
-        else:
-            source.replica.release(work, self._calendar.now_s)
-            self._touched(source)
 
     # ---- replicas
 
     def _start(self, session: Session) -> None:
-        if session.helper is None or session.prefill is None:
-            self._submit(session.owner, session.answer)
-            return
+        for session_id in session.placement.let_go:
+            self._give_up(session.owner.replica.info.replica_id, session_id)
         self._submit(session.owner, session.answer)
-        session.helper.replica.expect(session.prefill)
-        session.helper.reporter.changed = True
+        if session.helper is not None and session.prefill is not None:
+            session.helper.replica.expect(session.prefill)
+            session.helper.reporter.changed = True
 
     def _touched(self, node: Node) -> None:
         """A replica was given something. It has news, and its next boundary may be earlier."""
@@ -275,21 +286,9 @@ class Simulation:
     # ---- ends
 
     def _served(self, session: Session, last_s: float) -> None:
-        request, tokens, block = session.request, session.request.output_tokens, self._trace.block_tokens
-        record = Record(
-            request.at_s,
-            request.prompt_tokens,
-            tokens,
-            ttft_s=session.first_s - self._begin_s - request.at_s,
-            tpot_s=(last_s - session.first_s) / (tokens - 1) if tokens > 1 else 0.0,
-            cached_blocks=session.cached_tokens // block,
-            prompt_blocks=len(request.hashes) or request.prompt_tokens // block,
-            pool=session.placement.owner.pool,
-            mode=session.placement.mode.value,
-            client=request.client,
-        )
+        request, tokens = session.request, session.request.output_tokens
         session_id, epoch = session.key
-        self._end(session_id, record)
+        self._end(session_id, session.record(self._begin_s, last_s, self._trace.block_tokens))
         del self._sessions[session_id]
         outcome, rest = "length" if tokens >= request.max_tokens else "stop", tokens - session.answered_tokens
         session.ingress.close(session_id, epoch, outcome, rest)

@@ -289,6 +289,12 @@ def test_a_class_needs_a_decode_pool_that_serves_it() -> None:
     assert BatonConfig.model_validate(whole).placement.classes["batch"].max_queued == 100
 
 
+def test_batches_may_have_a_pool_of_their_own() -> None:
+    whole = changed("ingress", {"batches": {}})
+    whole["decode"]["lines"] = {"engine": {"kind": "vllm"}, "classes": ["batch"]}
+    assert BatonConfig.model_validate(whole).classes["batch"].yields
+
+
 @pytest.mark.parametrize("missing", ["prefill", "decode"])
 def test_a_pool_is_needed(missing: str) -> None:
     spoilt = vllm_arguments()

@@ -1,12 +1,29 @@
-"""The queue of one class in the waiting room, and how it is ordered among the others. Pure."""
+"""The queue of one class in the waiting room, how it is ordered among the others, and what leaves the room. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
+from deployments.messages import Admit, Reject, SessionRequest
 from deployments.policy.admission.classes import PriorityClass
 from deployments.policy.admission.fair_queue import Line, Waiter
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A request that was taken out of the room, and its answer."""
+
+    request: SessionRequest
+    decision: Admit | Reject
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A request has entered. `displaced`: the request that was taken out for it, with its answer."""
+
+    displaced: Called | None = None
 
 
 class ClassQueue:

@@ -9,7 +9,9 @@ class starves. Within a class the clients share fairly (`fair_queue`).
 Sessions that are placed again, some in the middle of their answers, are tried before all of these, and the room is
 never full for them: they were admitted once.
 
-Requests of classes that yield are tried only while no other waits. They have no share, and hold nothing up.
+Requests of classes that yield are tried only while no other waits. They have no share, and hold nothing up. Of them,
+sessions that were let go in the middle of their answers go first. They may wait for longer than others, because what
+they have is lost with their place.
 
 A request that cannot be placed now does not hold up later ones that can. After half its allowed wait, a request claims
 a decode replica, so smaller requests stop overtaking it: requests behind it are placed on other replicas only, and the
@@ -20,14 +22,13 @@ request were tried: under overload one long prompt then held up every short one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from heapq import merge
 from itertools import groupby, islice, takewhile
 from operator import itemgetter
 
 from deployments.fleet.view import View
 from deployments.messages import Admit, Decision, Queue, Reject, SessionRequest
-from deployments.policy.admission.class_queue import ClassQueue
+from deployments.policy.admission.class_queue import Called, ClassQueue, Entered
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
 from deployments.policy.admission.fair_queue import Waiter
 from deployments.policy.placement.field import claimed
@@ -38,23 +39,11 @@ OVERTAKING_DEPTH = 64
 CLAIMANTS = 8
 """The most requests that claim a replica in one pass. It bounds the cost of claims; the first in order claim."""
 
+LET_GO_WAITS = 10.0
+"""How many times as long as others a session waits that was let go."""
+
 TURNS_BY_RANK = 3
 """The number of requests served by rank before one is due by share."""
-
-
-@dataclass(frozen=True, slots=True)
-class Called:
-    """A request that was taken out of the room, and its answer."""
-
-    request: SessionRequest
-    decision: Admit | Reject
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """A request has entered. `displaced`: the request that was taken out for it, with its answer."""
-
-    displaced: Called | None = None
 
 
 class WaitingRoom:
@@ -77,7 +66,8 @@ class WaitingRoom:
         self._queues = {name: ClassQueue(self._classes.resolve(name)) for name in self._classes.names}
         self.keep_until_s = 0.0
         self._waiters: dict[str, Waiter] = {}  # in order of arrival
-        self._again: dict[str, Waiter] = {}  # those of them that are placed again
+        self._again: dict[str, Waiter] = {}  # those of them that are placed again, and do not yield
+        self._let_go: dict[str, Waiter] = {}  # those that are placed again, and yield
         self._arrived = 0
         self._turns = 0.0
         self._by_rank = 0
@@ -151,7 +141,7 @@ class WaitingRoom:
 
     def expired(self, now_s: float) -> tuple[SessionRequest, ...]:
         """Take out the requests that have waited too long."""
-        late = tuple(takewhile(lambda waiter: now_s >= self._deadline_s(waiter), self._waiters.values()))
+        late = tuple(takewhile(lambda waiter: now_s >= self._deadline_s(waiter), self._by_deadline()))
         for waiter in late:
             self._take_out(waiter)
         return tuple(waiter.request for waiter in late)
@@ -162,12 +152,16 @@ class WaitingRoom:
 
     def next_deadline_s(self) -> float | None:
         """When the first request will have waited too long; None when no request waits."""
-        oldest = next(iter(self._waiters.values()), None)
-        return None if oldest is None else self._deadline_s(oldest)
+        first = next(self._by_deadline(), None)
+        return None if first is None else self._deadline_s(first)
+
+    def _by_deadline(self) -> Iterator[Waiter]:
+        others = (waiter for name, waiter in self._waiters.items() if name not in self._let_go)
+        return merge(others, self._let_go.values(), key=self._deadline_s)
 
     def retry_after_s(self, now_s: float) -> float:
         """When a refused request may ask again: after the wait of the oldest request, from 1 s to the bound."""
-        oldest = next(iter(self._waiters.values()), None)
+        oldest = next(self._by_deadline(), None)
         waited = now_s - oldest.since_s if oldest else 0.0
         return min(max(waited, 1.0), self._max_retry_after_s)
 
@@ -228,7 +222,7 @@ class WaitingRoom:
         waiter = Waiter(request, queue.priority, self._arrived, now_s, target_s, tokens)
         self._waiters[request.session_id] = waiter
         if request.attempt > 1:
-            self._again[request.session_id] = waiter
+            (self._let_go if queue.priority.yields else self._again)[request.session_id] = waiter
         queue.line.join(waiter)
 
     def _target_s(self, priority: PriorityClass, now_s: float) -> float:
@@ -237,6 +231,8 @@ class WaitingRoom:
     def _in_order(self, now_s: float) -> Iterator[Waiter]:
         """The requests to try, in order. None may be entered or taken out meanwhile."""
         yield from islice(self._again.values(), OVERTAKING_DEPTH)
+        if not self.pressing:
+            yield from islice(self._let_go.values(), OVERTAKING_DEPTH)
         yield from (waiter for waiter in self._in_turn(now_s) if waiter.request.attempt == 1)
 
     def _in_turn(self, now_s: float) -> Iterator[Waiter]:
@@ -263,7 +259,8 @@ class WaitingRoom:
 
     def _take_out(self, waiter: Waiter, served: bool = False) -> None:
         del self._waiters[waiter.request.session_id]
-        self._again.pop(waiter.request.session_id, None)
+        for again in (self._again, self._let_go):
+            again.pop(waiter.request.session_id, None)
         self._queues[waiter.priority.name].line.remove(waiter, served)
         if waiter is self._due:
             self._due = None
@@ -287,7 +284,8 @@ class WaitingRoom:
         return Reject(reason, self.retry_after_s(now_s), code="queue_full")
 
     def _deadline_s(self, waiter: Waiter) -> float:
-        return max(waiter.since_s + self._timeout_s, self.keep_until_s)
+        times = LET_GO_WAITS if waiter.request.session_id in self._let_go else 1.0
+        return max(waiter.since_s + times * self._timeout_s, self.keep_until_s)
 
     def _is_patient(self, waiter: Waiter, now_s: float) -> bool:
         """Whether half of its allowed wait has passed."""

@@ -21,7 +21,7 @@ from deployments.policy.chance import Chance
 from deployments.policy.placement.estimates import Outlook
 from deployments.policy.placement.knowledge import Knowledge
 from deployments.policy.placement.limits import Limits
-from deployments.policy.placement.yielding import LONGEST_QUEUE_S, spares
+from deployments.policy.placement.yielding import LONGEST_QUEUE_S, OWN_QUEUE_S, leaves_one_idle, spares
 from deployments.policy.step_size import PROMPT_SHARE
 from transfer.memory.blocks import blocks_for
 
@@ -43,6 +43,7 @@ class PlacementSettings:
     replica can hand over KV, also that of a session that it gives up. `prompt_share`: as in the configuration.
     `slack`: the share of an objective that a predicted time may reach. `relieves`: replicas give up sessions before
     their memory runs out. `rebalances`: answers move to where they cost less. `fetches`: a replica may fetch cached KV.
+    `own`: the pools that take nothing but classes that yield.
     """
 
     split_min_prompt_tokens: int = 1
@@ -59,6 +60,7 @@ class PlacementSettings:
     relieves: bool = True
     rebalances: bool = True
     fetches: bool = False
+    own: frozenset[str] = frozenset()
 
 
 class Field:
@@ -97,14 +99,18 @@ class Field:
         blocks = columns.blocks_for(tokens)
         able: Flags = columns["room_blocks"] >= blocks
         if self.yields:
-            able &= spares(columns, blocks, self.outlook.step_s, self.settings.slack)
+            able &= spares(columns, blocks, self.outlook.step_s, self.settings.slack) | self._own
         return able & columns.ready & self.can_hold(tokens)
 
     @cached_property
     def may_own(self) -> Flags:
-        """The replicas that write answers. With `split_always`, those of prefill pools do so as a last resort only."""
+        """The replicas that write answers. Those of prefill pools write none that yield: these would slow all prompts.
+
+        With `split_always` they write others as a last resort only.
+        """
         columns = self.columns
-        return columns.decodes & ~columns.is_of(Role.PREFILL) if self.settings.split_always else columns.decodes
+        keeps_roles = self.settings.split_always or self.yields
+        return columns.decodes & ~columns.is_of(Role.PREFILL) if keeps_roles else columns.decodes
 
     @property
     def helpers(self) -> Flags:
@@ -124,7 +130,16 @@ class Field:
     def has_turn(self) -> Flags:
         """The replicas whose queue of prompts this one may join."""
         has_turn: Flags = self.outlook.queue_s <= self.longest_queue_s
+        if self.yields:
+            has_turn &= leaves_one_idle(self.columns, self._own)
+            has_turn |= self._own & (self.outlook.queue_s <= OWN_QUEUE_S)
         return has_turn
+
+    @cached_property
+    def _own(self) -> Flags:
+        """The replicas of pools that take nothing but what yields: there it leaves others nothing."""
+        own: Flags = np.array([kind.pool in self.settings.own for kind in self.columns.kinds] or [False])
+        return own[self.columns.kind]
 
     @property
     def longest_queue_s(self) -> float:
@@ -157,7 +172,9 @@ class Field:
         if Mode.DECODE_LOCAL in modes:
             able |= ~of_prefill & (columns.prefills | (Mode.DISAGGREGATED not in modes))
         if Mode.PREFILL_LOCAL in modes:
-            able |= of_prefill & (columns.decodes | (modes[0] is Mode.PREFILL_LOCAL))
+            has_other = self.yields and (columns.ready & ~of_prefill).any()
+            decodes = columns.decodes & ~np.bool_(has_other)
+            able |= of_prefill & (decodes | (modes[0] is Mode.PREFILL_LOCAL))
         return self.has_room & able
 
     def by_role(self) -> Iterator[tuple[Flags, Flags | None]]:

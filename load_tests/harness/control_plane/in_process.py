@@ -147,11 +147,12 @@ class InProcess:
     async def ask(self, prompt: Sequence[int], **sampling: Any) -> Answer:
         """Add a request as vLLM's frontend does.
 
-        `request_id` may be given, the `span` of its HTTP request, and `explains` or `pins`: it is not served.
+        `request_id` may be given, the `priority` and the `span` of its HTTP request, and `explains` or `pins`: it is
+        not served.
         """
         self._asked += 1
         request_id = sampling.pop("request_id", f"request-{self._asked}")
-        of = {name: sampling.pop(name) for name in ("explains", "pins", "span") if name in sampling}
+        of = {name: sampling.pop(name) for name in ("explains", "pins", "priority", "span") if name in sampling}
         context = RequestContext(request_id, **of)
         answer = self.answers[request_id] = Answer(request_id, context)
         self.points.reached("opening")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deployments.fleet.ledger import Ledger, Share
+from deployments.fleet.promise import Taken
 from deployments.messages import Finished, Forecast, Mode, Placement, ReplicaInfo, Reservation, Role
 
 D0 = ReplicaInfo("d0", "decode-small", Role.DECODE, "node", "engine", 16, 100, 8, 2048)
@@ -41,6 +44,25 @@ def test_a_placement_is_reserved_on_both_replicas_until_it_is_removed(ledger: Le
     ledger.remove(released, 1.0)
     assert ledger.share("d0").is_empty
     assert changed.keys() == {"d0", "p0"}
+
+
+def test_it_knows_what_may_be_let_go(ledger: Ledger) -> None:
+    yields = replace(split("a"), yields=True)
+    for placement in (yields, split("b"), replace(yields, session_id="c")):
+        ledger.reserve(placement, 160, 0.0)
+    assert ledger.yielding == {}, "their prompts are not computed"
+    for name in "abc":
+        ledger.prefill_done(name, 1, 1.0)
+    assert ledger.yielding.keys() == {"d0"}, "and not on prefill"
+    assert ledger.yielding["d0"].yielding.keys() == {("a", 1), ("c", 1)}
+    assert ledger.yielding["d0"].may_let_go == Taken(2, 320, 60, 60)
+    ledger.finish("d0", [Finished("a", 1, 5)], 2.0)
+    assert ledger.yielding["d0"].may_let_go == Taken(1, 160, 30, 30)
+    released = ledger.release("c", 1, 3.0, ended=False)
+    assert released is not None
+    assert ledger.yielding == {}
+    ledger.remove(released, 3.0)
+    assert ledger.yielding == {}
 
 
 def test_a_session_and_epoch_are_reserved_once(ledger: Ledger) -> None:

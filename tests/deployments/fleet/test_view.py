@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from deployments.fleet.columns import ReplicaView
+import pytest
+
+from deployments.fleet.columns import Columns, ReplicaView
+from deployments.fleet.ledger import Ledger, Share
 from deployments.fleet.view import FleetView, LiveView
-from deployments.messages import ReplicaInfo, Role
+from deployments.messages import Mode, Placement, ReplicaInfo, Role
+from deployments.step_cost import Coefficients
 
 
 def row(name: str, role: Role, fingerprint: str = "engine", free_blocks: int = 50) -> ReplicaView:
@@ -34,6 +38,36 @@ def test_equal_engines_have_equal_codes_whatever_their_roles() -> None:
     assert engines["d1"] == engines["p0"]
     assert engines["d0"] == engines["p1"]
     assert engines["d0"] != engines["d1"]
+
+
+def test_a_view_without_what_yields_counts_it_as_gone() -> None:
+    columns = Columns()
+    columns.learn({role.value: Coefficients(0.01, 0.0, 0.0, 0.002, 1e-6) for role in Role})
+    for view in (row("d0", Role.DECODE)._replace(sessions=8, held_tokens=900.0, expected_blocks=40), ROWS[1], ROWS[2]):
+        columns.put(view)
+    shares = {"d0": share(2), "unknown": share(1)}
+    live = LiveView(columns, VIEW.known, VIEW.silent, VIEW.now_s, yielding=shares)
+    without = live.without_yielding()
+    assert without is not None
+    assert without.without_yielding() is None
+    names = ("sessions", "free_blocks", "room_blocks", "held_tokens", "expected_blocks")
+    assert [without.columns[name][0] for name in names] == [6.0, 110.0, 110.0, 580.0, 0.0]
+    assert without.columns["step_s"][0] == pytest.approx(0.01 + 6 * 0.002 + 580e-6)
+    assert [columns[name][0] for name in names] == [8.0, 50.0, -1.0, 900.0, 40.0], "the fleet is as it was"
+    assert without.columns["room_blocks"][1] == 50.0
+    assert live.without_room_on(["d0"]).without_yielding() is None, "what is kept for others is not theirs"
+    assert LiveView(columns, (), (), 0.0).without_yielding() is None
+    assert VIEW.without_yielding() is None
+
+
+def share(answers: int) -> Share:
+    """Answers that yield, of 30 blocks each, whose prompts of 160 tokens are computed."""
+    ledger, where = Ledger({}, 1.0, 1.0), row("d0", Role.DECODE).info
+    for number in range(answers):
+        held = Placement(str(number), 1, Mode.DECODE_LOCAL, "", where, None, 30, 1.0, 1.0, yields=True)
+        ledger.reserve(held, 160, 0.0)
+        ledger.prefill_done(str(number), 1, 0.0)
+    return ledger.share("d0")
 
 
 def test_room_that_is_kept_for_others_is_no_room_in_rows_nor_in_columns() -> None:

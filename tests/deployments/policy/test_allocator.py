@@ -516,7 +516,10 @@ NIGHT: dict[str, Any] = {
 
 def test_what_yields_takes_what_is_left_and_others_go_at_once() -> None:
     allocator = allocator_of(info("p0"), info("d0", total_blocks=100), **NIGHT)
-    lines = [allocator.open(ask(f"n{number}", priority="night"), 0.0) for number in range(6)]
+    lines = []
+    for number in range(6):
+        lines.append(allocator.open(ask(f"n{number}", priority="night", allowed=ONE_ENGINE), 0.0))
+        allocator.prefill_done(f"n{number}", 1, 0.0)
     assert [isinstance(each, Admit) for each in lines] == [True] * 4 + [False] * 2, "20 of 100 blocks are left"
     assert allocator.answers(0.0) == []
     assert isinstance(allocator.open(ask("chat"), 0.0), Admit), "it does not wait behind those that yield"
@@ -524,6 +527,7 @@ def test_what_yields_takes_what_is_left_and_others_go_at_once() -> None:
     first, second = (each.placement.epoch for each in lines[:2] if isinstance(each, Admit))
     allocator.close("n0", first, "stop", 1.0, 5)
     assert [session_id for session_id, _ in allocator.answers(1.0)] == ["waits"]
+    allocator.prefill_done("waits", 1, 1.0)
     allocator.close("n1", second, "stop", 2.0, 5)
     assert allocator.answers(2.0) == [], "what is free now is above the mark"
     allocator.close("chat", 1, "stop", 3.0, 5)

@@ -50,6 +50,18 @@ def test_settings_have_limits_only_for_pools_that_the_configuration_limits() -> 
     assert settings.limits["decode-small"].max_prompt_tokens == 1000
 
 
+def test_a_pool_that_takes_only_classes_that_yield_is_their_own() -> None:
+    made = config(classes={"default": ClassConfig(), "night": ClassConfig(rank=1, yields=True)})
+    pool = made.decode["small"]
+
+    def own(*classes: str) -> frozenset[str]:
+        pools = {"small": pool, "other": pool.model_copy(update={"classes": classes})}
+        return settings_of(made.model_copy(update={"decode": pools})).own
+
+    assert own("night") == {"decode-other"}
+    assert own() == own("default") == own("default", "night") == frozenset()
+
+
 def test_a_pool_of_the_default_class_takes_requests_that_name_none() -> None:
     pools = config().decode["small"].model_copy(update={"classes": ("default",)})
     other = pools.model_copy(update={"classes": ("other",)})

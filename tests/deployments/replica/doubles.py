@@ -40,7 +40,10 @@ INFO = EngineInfo("f1", 16, 100, 8, 2048, ("tcp://127.0.0.1:1",))
 
 
 class ScriptedEngine:
-    """Does what the test says, and notes what it is asked. `looks`: how often its counters were asked for."""
+    """Does what the test says, and notes what it is asked. `looks`: how often its counters were asked for.
+
+    `calls`: what was added and aborted, in order.
+    """
 
     def __init__(self) -> None:
         self.loaded = asyncio.Event()
@@ -48,6 +51,7 @@ class ScriptedEngine:
         self.steps: asyncio.Queue[Step | EngineError] = asyncio.Queue()
         self.added: list[tuple[bytes, ...]] = []
         self.aborted: list[str] = []
+        self.calls: list[tuple[str, str]] = []
         self.brought: list[Bring] = []
         self.met: list[Sequence[tuple[str, ...]]] = []
         self.is_busy = self.answers_late = False
@@ -69,6 +73,7 @@ class ScriptedEngine:
         if self.refusal is not None:
             raise self.refusal
         self.added.append(frames)
+        self.calls.append(("add", frames[0].decode()))
 
     async def pin(
         self, request_id: str, keep: Collection[str], pin: Pin | None = None, source: ReplicaInfo | None = None
@@ -89,6 +94,7 @@ class ScriptedEngine:
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+        self.calls += [("abort", request_id) for request_id in request_ids]
 
     async def step(self) -> Step:
         step = await self.steps.get()
@@ -217,8 +223,9 @@ class Fixture:
     def task(self, request_id: str = "a", timeout_s: float = 60.0, **changes: Any) -> SessionTask:
         request = (request_id.encode(),)
         reserved = changes.get("reservation", Reservation(4, 3, 40, 30, 0.5))
-        movable = changes.get("movable", False)
-        return SessionTask(f"s-{request_id}", 1, "r0", request_id, request, timeout_s, 30, reserved, movable)
+        movable, let_go = changes.get("movable", False), changes.get("let_go", ())
+        what = f"s-{request_id}", 1, "r0", request_id, request, timeout_s, 30, reserved, movable
+        return SessionTask(*what, let_go=let_go)
 
     async def run(self, request_id: str = "a", ingress: Ingress | None = None, **changes: Any) -> str:
         """Run a part, numbered from 1."""

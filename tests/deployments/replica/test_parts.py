@@ -32,6 +32,24 @@ async def test_sessions_are_let_go_once_they_have_begun(up: Fixture) -> None:
     assert up.replica.move_out() == 0
 
 
+async def test_a_part_that_needs_what_others_hold_has_them_let_go_before_it_begins(up: Fixture) -> None:
+    runs = {name: await up.begin(name, movable=name != "c") for name in "abcd"}
+    up.engine.put(("a", 1, False), ("c", 1, False), ("d", 1, False))
+    await until(lambda: up.replica._parts.open["d"].started)
+    taker = await up.begin("e", let_go=("s-a", "s-b", "s-c", "s-unknown"))
+    assert await asyncio.wait_for(runs["a"], WAIT_S) == MOVED
+    calls = up.engine.calls
+    assert calls.index(("abort", "a")) < calls.index(("add", "e"))
+    assert set(up.engine.aborted) == {"a"}, "one has not begun, and one cannot go on elsewhere"
+    up.engine.put(("b", 1, False), ("c", 1, False), ("e", 1, True))
+    assert await asyncio.wait_for(runs["b"], WAIT_S) == MOVED
+    assert await asyncio.wait_for(taker, WAIT_S) == "finished"
+    up.engine.put(("c", 1, True), ("d", 1, True))
+    assert [await asyncio.wait_for(runs[name], WAIT_S) for name in "cd"] == ["finished"] * 2
+    told = await up.manager.until(lambda snapshot: not snapshot.sessions)
+    assert told.counters["moved_out"] == 2
+
+
 async def test_it_tells_which_parts_ended_however_they_did(up: Fixture) -> None:
     run, lost = await up.begin("a"), await up.begin("b")
     await up.manager.until(lambda snapshot: len(snapshot.sessions) == 2)

@@ -80,7 +80,7 @@ async def cluster(
     decode: PoolConfig,
     *large: PoolConfig,
     max_model_len: int = MAX_MODEL_LEN,
-    **placement: bool,
+    **placement: Any,
 ) -> AsyncIterator[RealEngines]:
     config = BatonConfig(
         model=ModelConfig(source=str(model), dtype="float32", max_model_len=max_model_len),

@@ -14,12 +14,22 @@ from typing import Any
 
 import pytest
 
-from configs.schema import DiskKVConfig, PoolConfig
+from configs.schema import ClassConfig, DiskKVConfig, PoolConfig
 from deployments.host.processes import descendants, stat
-from deployments.manager.calls import Drain
+from deployments.manager.calls import Drain, Status
 from deployments.messages import Mode
 from load_tests.harness.control_plane import PREFILL, SMALL, Answer, until
-from tests.deployments.engine.vllm.test_channel import VOCABULARY, cluster, model, pool, prompt
+from tests.deployments.engine.vllm.test_channel import (
+    FLOAT32,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    cluster,
+    model,
+    pool,
+    prompt,
+)
 from tests.deployments.real_engines import RealEngines
 from transfer.memory.blocks import chained_hashes
 
@@ -29,6 +39,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BLOCK = 32
 TIER_BYTES = 64 << 20
+BLOCK_BYTES = BLOCK * LAYERS * HEADS * 2 * HEAD_DIM * FLOAT32
 
 
 def tiered(tier: str, path: Path, workers: int = 1) -> PoolConfig:
@@ -143,6 +154,31 @@ async def test_the_next_turn_finds_the_answer_in_decodes_tier(model: Path, tmp_p
         assert second.context.modes == {Mode.DECODE_LOCAL}
         assert await loaded(engines, SMALL, "host") == 299 // BLOCK, "the last token was never computed"
         assert second.tokens == await engines.alone(turn, max_tokens=6)
+        await engines.all_is_free()
+
+
+async def test_what_gives_way_is_loaded_from_the_host_tier_when_it_goes_on(model: Path) -> None:
+    """Beside it there is no room for another session, and what it had is overwritten before it goes on."""
+    classes = {"chat": ClassConfig(), "night": ClassConfig(rank=1, yields=True)}
+    small = pool(host_kv_bytes=TIER_BYTES, kv_cache_memory_bytes=40 * BLOCK_BYTES)
+    async with cluster(model, pool(), small, classes=classes, default_class="chat") as engines:
+        await engines.manager.ask(Drain(PREFILL))
+        line, question = prompt(400), prompt(940)
+        yielding = await (await engines.ask(line, max_tokens=300, priority="night")).has(50)
+        before = await loaded(engines, SMALL, "host")
+        chat = await (await engines.ask(question, max_tokens=60)).has(1)
+        await engines.queued(1)
+        had = len(yielding.tokens)
+        assert had < 300, "it had not ended by itself"
+        await chat.over()
+        assert len(yielding.tokens) == had, "it has stopped"
+        await yielding.over()
+        assert (chat.context.error, yielding.context.error) == (None, None)
+        assert yielding.context.modes == chat.context.modes == {Mode.DECODE_LOCAL}
+        assert await loaded(engines, SMALL, "host") - before >= (400 + had) // BLOCK - (40 - 1000 // BLOCK)
+        assert yielding.tokens == await engines.alone(line, max_tokens=300)
+        assert chat.tokens == await engines.alone(question, max_tokens=60)
+        assert (await engines.manager.ask(Status()))["sessions"]["closed"]["moved"] == 1
         await engines.all_is_free()
 
 

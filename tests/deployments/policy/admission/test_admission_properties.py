@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView, View
 from deployments.messages import Admit, Decision, Mode, Placement, Queue, Reject, ReplicaInfo, Role, SessionRequest
+from deployments.policy.admission.class_queue import Entered
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
-from deployments.policy.admission.waiting_room import OVERTAKING_DEPTH, TURNS_BY_RANK, Entered, WaitingRoom
+from deployments.policy.admission.waiting_room import OVERTAKING_DEPTH, TURNS_BY_RANK, WaitingRoom
 
 EMPTY = FleetView()
 D0 = ReplicaInfo("d0", "decode", Role.DECODE, "node", "engine", 1, 100, 999, 10_000)

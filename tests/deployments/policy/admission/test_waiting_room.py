@@ -9,8 +9,9 @@ import pytest
 from deployments.fleet.columns import ReplicaView
 from deployments.fleet.view import FleetView, View
 from deployments.messages import Admit, Decision, Mode, Placement, Queue, Reject, ReplicaInfo, Role, SessionRequest
+from deployments.policy.admission.class_queue import Called, Entered
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
-from deployments.policy.admission.waiting_room import OVERTAKING_DEPTH, TURNS_BY_RANK, Called, Entered, WaitingRoom
+from deployments.policy.admission.waiting_room import LET_GO_WAITS, OVERTAKING_DEPTH, TURNS_BY_RANK, WaitingRoom
 
 
 def decode(replica_id: str, total: int, free: int) -> ReplicaView:
@@ -438,6 +439,23 @@ def test_what_yields_is_tried_only_while_no_other_waits() -> None:
     assert found is not None
     assert found[0] == "large"
     assert [called(room, fleet_of(decode("d0", 100, 50)), 21.0) is not None for _ in "ab"] == [True, True]
+
+
+def test_what_was_let_go_is_first_of_those_that_yield_and_waits_for_longer() -> None:
+    room = room_of(later("n0"), classes=YIELDING)
+    assert room.enter(again("gone", 10, "night"), 0.0) == Entered()
+    assert room.enter(ask("large", 80), 1.0) == Entered()
+    assert called(room, fleet_of(decode("d0", 100, 50)), 1.0) is None, "not before others"
+    assert room.next_deadline_s() == 30.0
+    assert [request.session_id for request in room.expired(31.0)] == ["n0", "large"]
+    assert room.next_deadline_s() == room.deadline_s("gone") == LET_GO_WAITS * 30.0
+    assert room.enter(later("n1"), 290.0) == Entered()
+    assert room.expired(299.0) == ()
+    found = [called(room, fleet_of(decode("d0", 100, 10)), 299.0) for _ in "ab"]
+    assert [each[0] for each in found if each] == ["gone", "n1"]
+    assert room.enter(again("late", 10, "night"), 300.0) == Entered()
+    assert [request.session_id for request in room.expired(600.0)] == ["late"]
+    assert (len(room), room.next_deadline_s()) == (0, None)
 
 
 def test_what_yields_has_no_share_of_the_turns() -> None:

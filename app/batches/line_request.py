@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +34,19 @@ class _Body(msgspec.Struct):
     stream: msgspec.Raw = _RAW
     background: msgspec.Raw = _RAW
     store: msgspec.Raw = _RAW
+    n: msgspec.Raw = _RAW
+    max_tokens: msgspec.Raw = _RAW
+    max_completion_tokens: msgspec.Raw = _RAW
+    max_output_tokens: msgspec.Raw = _RAW
 
 
 _LINES = msgspec.json.Decoder(_Line)
 _BODIES = msgspec.json.Decoder(_Body)
 _PREFIX = ("model", "tools", "instructions", "messages", "prompt", "input")
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+USUAL_TOKENS = 512
+"""What the answer of a line without a limit is taken to have."""
+MOST_DIGITS = 9
 
 
 class BadLine(Exception):
@@ -52,12 +59,17 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """A request. `body`: of the HTTP request. `prefix`: requests whose prompts begin alike have it alike so far."""
+    """A request. `body`: of the HTTP request. `prefix`: requests whose prompts begin alike have it alike so far.
+
+    `prompt_bytes`: about its prompt, beyond `prefix`, too. `answer_tokens`: the most that it asks for; about that.
+    """
 
     line: int
     custom_id: str
     body: bytes
     prefix: bytes
+    prompt_bytes: int = 0
+    answer_tokens: int = USUAL_TOKENS
 
 
 def request_of(line: Line, endpoint: str) -> LineRequest:
@@ -84,7 +96,8 @@ def request_of(line: Line, endpoint: str) -> LineRequest:
     if endpoint == "/v1/responses" and not bytes(body.store):
         # A batch has the answer in its output file. Only a line that asks for it puts it into the store as well.
         text = json.dumps({**json.loads(text), "store": False}).encode()
-    return LineRequest(line.number, custom_id, text, _prefix(body))
+    prompt = b"\0".join(bytes(getattr(body, name)) for name in _PREFIX if bytes(getattr(body, name)))
+    return LineRequest(line.number, custom_id, text, prompt[:PREFIX_BYTES], len(prompt), _answer_tokens(body))
 
 
 def _custom_id(found: _Line) -> str:
@@ -98,15 +111,13 @@ def _value(raw: msgspec.Raw) -> Any:
     return msgspec.json.decode(raw) if bytes(raw) else None
 
 
-def _prefix(body: _Body) -> bytes:
-    parts = b"\0".join(bytes(getattr(body, name)) for name in _PREFIX if bytes(getattr(body, name)))
-    return parts[:PREFIX_BYTES]
+def _answer_tokens(body: _Body) -> int:
+    """What all of its answers have together at the most. What is wrong with a limit is for the server to say."""
+    limits = (number for name in _LIMITS if (number := _number(getattr(body, name))))
+    return next(limits, USUAL_TOKENS) * (_number(body.n) or 1)
 
 
-def in_prefix_order(requests: Iterable[LineRequest]) -> list[LineRequest]:
-    """The requests of a window so that those whose prompts begin alike are neighbours: a prefix is computed once.
-
-    The order is that of a walk through the tree of all prefixes, which is that of their bytes (BlendServe,
-    arXiv 2411.16102, has the same walk, and then mixes its subtrees by their share of decoding; this does not).
-    """
-    return sorted(requests, key=lambda request: (request.prefix, request.line))
+def _number(raw: msgspec.Raw) -> int:
+    """A whole number over 0; 0 for anything else."""
+    text = bytes(raw)
+    return int(text) if text.isdigit() and len(text) <= MOST_DIGITS else 0

@@ -10,8 +10,9 @@ from app.batches import batch_rows, lease_rows, line_rows, outputs
 from app.batches.journal import Journal
 from app.batches.lease_rows import Lease
 from app.batches.line_call import LineCaller
+from app.batches.line_order import in_mixed_order
 from app.batches.line_reader import LineReader
-from app.batches.line_request import LineRequest, in_prefix_order, request_of
+from app.batches.line_request import LineRequest, request_of
 from app.batches.line_rows import Result
 from app.batches.progress import Progress, Window
 from app.batches.records import CANCELLED, CANCELLING, COMPLETED, FAILED, VALIDATING, Batch
@@ -20,7 +21,7 @@ from app.batches.stores import Stores
 from app.batches.validation import BadFile, Limits, validate
 
 WINDOW_LINES, WINDOW_BYTES = 1024, 8 * 1024 * 1024
-"""Lines are ordered by their prefixes within so many, and within so many bytes."""
+"""Lines are ordered (`line_order`) within so many, and within so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class BatchRun:
             async with asyncio.TaskGroup() as group:
                 while (requests := await self._window(lines)) is not None:
                     window = self.progress.begin(lines.scan, len(requests))
-                    for request in in_prefix_order(requests):
+                    for request in in_mixed_order(requests):
                         await self._parts.slots.open_lines.acquire()
                         line = group.create_task(self._line(request, journal, window))
                         line.add_done_callback(lambda _: self._parts.slots.open_lines.release())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import random
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from app.batches import results
 from app.batches.line_reader import PIECE, Line, LineReader
-from app.batches.line_request import BadLine, LineRequest, in_prefix_order, request_of
+from app.batches.line_request import USUAL_TOKENS, BadLine, LineRequest, request_of
 from app.batches.progress import Progress
 from app.batches.records import Scan, Usage
 from tests.app.batches.toys import CHAT, MODEL, line
@@ -95,21 +94,18 @@ def test_a_response_goes_into_the_store_of_responses_only_where_its_line_says_so
         assert json.loads(request(asked, "/v1/responses").body)["store"] is stored
 
 
-def test_prompts_that_begin_alike_are_neighbours() -> None:
-    heads = ["You are a poet.", "You are a judge.", "Be short."]
-    lines = []
-    for number in range(30):
-        messages = [{"role": "system", "content": heads[number % 3]}, {"role": "user", "content": str(number * 7)}]
-        lines.append(line(number, body={"model": MODEL, "messages": messages}))
-    requests = [request_of(Line(at, json.dumps(each).encode()), CHAT) for at, each in enumerate(lines)]
-    ordered = in_prefix_order(requests)
-    assert sorted(each.line for each in ordered) == list(range(30))
-    heads_in_order = [each.line % 3 for each in ordered]
-    assert sum(one != two for one, two in itertools.pairwise(heads_in_order)) == 2
-    random.Random(1).shuffle(requests)
-    assert in_prefix_order(requests) == ordered
-    same = [LineRequest(number, "x", b"{}", b"alike") for number in (5, 3, 9)]
-    assert [each.line for each in in_prefix_order(same)] == [3, 5, 9]
+def test_what_a_line_asks_for_is_about_known() -> None:
+    for more, tokens in (
+        ({}, USUAL_TOKENS),
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9, "n": 3}, 27),
+        ({"max_tokens": None, "max_output_tokens": 5}, 5),
+        ({"max_tokens": -1, "n": "many"}, USUAL_TOKENS),
+        ({"max_tokens": 10**30}, USUAL_TOKENS),
+    ):
+        asked = request(line(1, body={"model": MODEL, "messages": [{"role": "user", "content": "x" * 9000}], **more}))
+        assert asked.answer_tokens == tokens, more
+        assert asked.prompt_bytes > 9000 > len(asked.prefix)
 
 
 def test_an_answer_becomes_one_line_in_openais_shape() -> None:

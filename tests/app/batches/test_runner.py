@@ -274,11 +274,13 @@ async def test_output_files_expire_as_the_batch_says(ingress: Ingress, clock: Cl
 
 async def test_prompts_that_begin_alike_are_asked_one_after_the_other(ingress: Ingress) -> None:
     ingress.server.gate.clear()
+    heads = "0" * 600, "1" * 600
     lines = [
-        line(n, body={"model": MODEL, "messages": [{"role": "user", "content": f"{n % 2} {n}"}]}) for n in range(8)
+        line(n, body={"model": MODEL, "messages": [{"role": "user", "content": f"{heads[n % 2]} {n}"}]})
+        for n in range(8)
     ]
     batch_id = await ingress.begin(*lines)
     await seen(lambda: ingress.server.running == 4)
-    assert ingress.server.order == ["0 0", "0 2", "0 4", "0 6"]
+    assert len({asked[:600] for asked in ingress.server.order}) == 1
     ingress.server.gate.set()
     await ingress.until(batch_id, "completed")

@@ -19,8 +19,8 @@ MOST_TIMES = 4
 EASE = 0.4
 """How near to the objectives of the others a session that yields may bring their steps: as a share of how near they may
 come before it is let go. So a session that has just been let go is not placed again at once. Chats go where steps are
-short, so longer ones drive them together elsewhere: of 0.35 to 0.9, this share cost them least in the simulator for
-what it gave the work that yields."""
+short, so longer ones drive them together elsewhere. With less than this share chats are a little faster in the
+simulator and the work that yields is slower; with more it is the other way round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,9 +73,9 @@ class VllmEngineConfig(Section):
     """The most tokens per step, which is the prefill chunk where no answer runs; null: vLLM's default. Beside answers
     steps are shorter (`placement.prompt_share`). With `engine_args: {long_prefill_token_threshold: N}` vLLM sizes them:
     N tokens of one prompt at most, 0 for no bound."""
-    phases: bool = False
+    phases: bool | Literal["auto"] = False
     """True: a step computes prompts alone or answers alone, in long phases in turn, for work whose latency does not
-    count. For mixed pools."""
+    count. `auto`: so, or with prompts beside answers, whichever makes the engine faster. For mixed pools."""
     tensor_parallel_size: int = Field(1, gt=0)
     """Workers per pipeline stage. Pools may differ where the heads of a block lie one behind the other."""
     pipeline_parallel_size: int = Field(1, gt=0)

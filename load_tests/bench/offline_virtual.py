@@ -21,13 +21,15 @@ prompts before answers, and never in one step, whenever a prompt has memory. Not
 after a prompt has all that is ready then. `separate_even`: the same with our evening, as where each stage's batch has a
 queue of its own.
 `phased`: ours. `no_greedy`, `no_stealing`, `no_intensity`: ours without one of its methods (`Methods` in
-`deployments/policy/temporal/controller.py`). `known_lengths`: ours, told how long each answer will be.
+`deployments/policy/temporal/controller.py`). `known_lengths`: ours, told how long each answer will be. `auto`: ours,
+which measures itself, and chooses between phases and vLLM's way and between steps of 2,048 and of 512 tokens; what that
+costs is in its figures.
 
 **What is measured.** `output_tokens_per_s`: until nine tenths of all tokens are written. The last tenth is of a few
 long answers, which take as long in every way; `whole` has it, too. `bubble_share`: of the stages' time until the end,
 in which they compute nothing; `preemptions`; `switches` between prefill and decode steps; `steps`. `over`: `phased`
 over the best hybrid, over the one with 2,048 tokens a step, the default of vLLM's server on such a GPU, and over the
-two of `separate`. `without`: each other way over `phased`.
+two of `separate`. `without`: each other way over `phased`. `auto_over`: `auto` over the best hybrid and over `phased`.
 """
 
 from __future__ import annotations
@@ -142,6 +144,8 @@ def run_way(way: str, machine: Machine, asked: Sequence[Asked]) -> Outcome:
     if kind == "hybrid":
         return run("default", shape, asked, machine.steps, HOP_S)
     engine = EngineShape(STAGES, tokens, SEATS, shape.blocks - 1, BLOCK_TOKENS)
+    if kind == "auto":
+        return run("choosing", shape, asked, machine.steps, HOP_S, Controller(engine, machine.steps))
     if kind == "separate":
         methods = Methods(greedy=False, stealing=way == "separate_even", memory_share=0.99)
         controller: Controller = PrefillFirst(engine, machine.steps, methods=methods)
@@ -151,7 +155,7 @@ def run_way(way: str, machine: Machine, asked: Sequence[Asked]) -> Outcome:
     return run("phased", shape, asked, machine.steps, HOP_S, controller)
 
 
-WAYS = (*(f"hybrid_{budget}" for budget in BUDGETS), "separate", "separate_even", *METHODS)
+WAYS = (*(f"hybrid_{budget}" for budget in BUDGETS), "separate", "separate_even", *METHODS, "auto")
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
@@ -180,7 +184,8 @@ def compared(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
     ratios = {name: round(rate["phased"] / rate[way], 4) for name, way in over.items()}
     without = {way: round(rate[way] / rate["phased"], 4) for way in METHODS if way != "phased"}
-    return {"best_hybrid": best, "over": ratios, "without": without}
+    auto = {way: round(rate["auto"] / rate[other], 4) for way, other in (("best", best), ("phased", "phased"))}
+    return {"best_hybrid": best, "over": ratios, "without": without, "auto_over": auto}
 
 
 def measure(machine: Machine, answers: str, count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:

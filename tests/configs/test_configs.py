@@ -355,16 +355,19 @@ def test_pools_that_cannot_serve_are_refused(pools: dict[str, Any], error: str) 
 PHASED: dict[str, Any] = {"kind": "vllm", "phases": True}
 
 
-def test_a_mixed_pool_may_work_in_phases() -> None:
-    engine = BatonConfig.model_validate({"mixed": {"batch": {"engine": PHASED}}}).mixed["batch"].engine
+@pytest.mark.parametrize("phases", [True, "auto"])
+def test_a_mixed_pool_may_work_in_phases(phases: bool | str) -> None:
+    asked = {"mixed": {"batch": {"engine": {**PHASED, "phases": phases}}}}
+    engine = BatonConfig.model_validate(asked).mixed["batch"].engine
     assert engine.kind == "vllm"
-    assert engine.phases
+    assert engine.phases == phases
 
 
 @pytest.mark.parametrize(
     ("pools", "error"),
     [
         ({"prefill": {"engine": PHASED}, "decode": {"main": {}}}, "prefill: phases are for mixed pools"),
+        ({"mixed": {"a": {"engine": {**PHASED, "phases": "sometimes"}}}}, "phases"),
         (
             {"mixed": {"a": {"engine": {**PHASED, "engine_args": {"scheduler_cls": "x"}}}}},
             "may not set \\['scheduler_cls'\\] with phases",

@@ -102,12 +102,16 @@ class EngineArguments:
         )
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if config.phases:
-            kind = "AsyncPhasedScheduler" if vllm_config.scheduler_config.async_scheduling else "PhasedScheduler"
-            vllm_config.scheduler_config.scheduler_cls = f"deployments.engine.vllm.phased_scheduler.{kind}"
+            vllm_config.scheduler_config.scheduler_cls = self._scheduler(vllm_config.scheduler_config.async_scheduling)
         elif "long_prefill_token_threshold" not in config.engine_args:  # else vLLM sizes its steps
             prior = prior_of(vllm_config, self.device) or tuple(UNKNOWN)
             transfer.kv_connector_extra_config["pace"] = {"prior": prior, "prompt_share": self.prompt_share}
         return vllm_config
+
+    def _scheduler(self, is_async: bool) -> str:
+        """The path of the scheduler class for phases."""
+        module, name = ("choosing", "Choosing") if self.config.phases == "auto" else ("phased", "Phased")
+        return f"deployments.engine.vllm.{module}_scheduler.{'Async' if is_async else ''}{name}Scheduler"
 
     def _optional(self) -> dict[str, Any]:
         """Arguments whose default is vLLM's own."""

@@ -104,6 +104,15 @@ class Controller:
         """A step of the engine is over."""
         self._steps.observe(step)
 
+    @property
+    def steps(self) -> Coefficients:
+        """What steps through all stages take, as far as is known."""
+        return self._steps.coefficients
+
+    def resize(self, step_tokens: int) -> None:
+        """From now on a step has so many tokens at most."""
+        self._shape = replace(self._shape, step_tokens=step_tokens)
+
     def batch(self, ready: int, live: int) -> int:
         """How many of the requests that are ready are in the next decode batch."""
         return self._evening.size(ready, live) if self._methods.stealing else ready
@@ -148,7 +157,7 @@ class Controller:
     def _goes_back(self, sight: Sight) -> tuple[bool, str]:
         if sight.prefilling:
             return True, "a prompt is begun"
-        phase, steps, stages = self._candidate(sight), self._steps.coefficients, self._shape.stages
+        phase, steps, stages = self._candidate(sight), self.steps, self._shape.stages
         each = sight.context / sight.live
         batch = sight.live / stages
         decode_s = steps.step_s(0, 0, batch, sight.context / stages)
@@ -160,9 +169,7 @@ class Controller:
         """The prefill phase that could begin now."""
         count = self._admitted(sight)
         prompts = [each.tokens for each in sight.waiting[:count]]
-        return prefill_phase(
-            self._steps.coefficients, prompts, self._shape.step_tokens, is_all=count == sight.waiting_count
-        )
+        return prefill_phase(self.steps, prompts, self._shape.step_tokens, is_all=count == sight.waiting_count)
 
     def _admitted(self, sight: Sight) -> int:
         """How many of those that wait may begin."""

@@ -29,6 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from deployments.engine.vllm.choosing_scheduler import AsyncChoosingScheduler, ChoosingScheduler
 from deployments.engine.vllm.phased_scheduler import AsyncPhasedScheduler, PhasedScheduler
 from deployments.policy.temporal.controller import Controller
 from deployments.step_cost import Coefficients
@@ -43,6 +44,8 @@ KINDS: dict[str, type[Scheduler]] = {
     "default_async": AsyncScheduler,
     "phased": PhasedScheduler,
     "phased_async": AsyncPhasedScheduler,
+    "choosing": ChoosingScheduler,
+    "choosing_async": AsyncChoosingScheduler,
 }
 
 
@@ -161,6 +164,8 @@ class VirtualPipeline:
         self._requests: dict[str, tuple[Request, Asked]] = {}
         self.now_s = 0.0
         self.outcome = Outcome()
+        if isinstance(scheduler, ChoosingScheduler):
+            scheduler.clock = lambda: self.now_s
 
     def add(self, asked: Asked) -> None:
         """A request comes now."""

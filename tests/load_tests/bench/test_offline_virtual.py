@@ -33,6 +33,7 @@ def test_it_measures_every_way(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ways"].keys() == set(WAYS)
     assert found["over"].keys() == {"best", "default", "separate", "separate_even"}
     assert found["without"].keys() == METHODS.keys() - {"phased"}
+    assert found["auto_over"].keys() == {"best", "phased"}
     seconds = {way: row["seconds"] * row["whole"] for way, row in found["ways"].items()}
     assert max(seconds.values()) == pytest.approx(min(seconds.values()), rel=0.01), "all answers have the same tokens"
     assert all(0 < row["bubble_share"] < 1 for row in found["ways"].values())

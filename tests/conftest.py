@@ -31,6 +31,7 @@ ENGINES = (
     "tests/deployments/engine/",
     "tests/e2e/",
     "tests/load_tests/bench/test_kv_reuse.py",
+    "tests/load_tests/bench/test_offline.py",
     "tests/load_tests/bench/test_transfer.py",
 )
 

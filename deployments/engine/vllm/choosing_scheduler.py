@@ -58,12 +58,15 @@ class ChoosingScheduler(PhasedScheduler):
     def _done(self, outputs: dict[int, EngineCoreOutputs]) -> Done:
         since_s, self._looked_s = self._looked_s, self.clock()
         came = [output for each in outputs.values() for output in each.outputs]
+        first = [each.prefill_stats for each in came if each.prefill_stats is not None]
         return Done(
             seconds=max(self._looked_s - since_s, 0.0),
-            prompt_tokens=sum(each.prefill_stats.num_prompt_tokens for each in came if each.prefill_stats is not None),
+            prompt_tokens=sum(each.num_prompt_tokens for each in first),
             answer_tokens=sum(len(each.new_token_ids) for each in came),
             is_full=bool(self.waiting),
             cycles=self.controller.switches // 2,
+            begun=len(first),
+            live=len(self.running),
         )
 
     def _prices(self) -> Prices:

@@ -65,8 +65,9 @@ def prices(steps: Coefficients, step_tokens: int, batch: float, context: float) 
 class Done:
     """What an engine has done since the last look.
 
-    `prompt_tokens`: of requests that got their first token. `answer_tokens`: that came. `is_full`: more requests wait
-    now. `cycles`: how many prefill phases have begun since the engine's start.
+    `prompt_tokens`: of requests that got their first token; `begun`: so many. `answer_tokens`: that came. `live`:
+    requests that run now. `is_full`: more requests wait. `cycles`: prefill phases that have begun since the engine's
+    start.
     """
 
     seconds: float
@@ -74,16 +75,21 @@ class Done:
     answer_tokens: int
     is_full: bool
     cycles: int = 0
+    begun: int = 0
+    live: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRule:
-    """`least_s`: seconds for which a way is measured at least; in phases, until a prefill phase begins after that.
-    `most_s`: seconds after which a measurement is over in any case. `settle_share`: the share of `least_s` that is left
-    out after a change. `margin`: a challenger must be faster by this share. `least_rest`, `most_rest`: how many looks
-    at the incumbent come between two rounds of challengers; it doubles when none of them was faster."""
+    """`least_s`: seconds for which a way is measured at least. `turnover`: and until so many requests have begun, as a
+    share of those that run: in a shorter time an engine may live on prompts that were computed before. In phases it
+    goes on until a prefill phase begins. `most_s`: seconds after which a measurement is over in any case.
+    `settle_share`: the share of `least_s` that is left out after a change. `margin`: a challenger must be faster by
+    this share. `least_rest`, `most_rest`: how many looks at the incumbent come between two rounds of challengers; it
+    doubles when none of them was faster."""
 
     least_s: float = 6.0
+    turnover: float = 0.5
     most_s: float = 120.0
     settle_share: float = 0.25
     margin: float = 0.03
@@ -100,6 +106,7 @@ class _Look:
     skipped_s: float = 0.0
     seconds: float = 0.0
     worth: float = 0.0
+    begun: int = 0
 
     @property
     def rate(self) -> float:
@@ -163,8 +170,10 @@ class Choosing:
         """Take a time into a measurement, and say whether it is complete. In phases it has whole cycles."""
         look.seconds += done.seconds
         look.worth += done.prompt_tokens * self._prices.prompt + done.answer_tokens * self._prices.answer
+        look.begun += done.begun
         begins, look.cycles = self._begins(look, done), done.cycles
-        return (begins and look.seconds >= self._rule.least_s) or look.seconds >= self._rule.most_s
+        is_enough = look.seconds >= self._rule.least_s and look.begun >= self._rule.turnover * done.live
+        return (begins and is_enough) or look.seconds >= self._rule.most_s
 
     def _begins(self, look: _Look, done: Done) -> bool:
         return not self.way.phased or done.cycles != look.cycles

@@ -7,7 +7,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,17 @@ class Core:
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
         self._steps = asyncio.create_task(self._take_steps())
 
-    async def add(self, request_id: str, tokens: Sequence[int], max_tokens: int, transfer: Any = None) -> None:
-        """Add a request. `transfer`: its kv_transfer_params."""
+    async def add(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        max_tokens: int,
+        transfer: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add a request. `transfer`: its kv_transfer_params. `extra`: more of its `extra_args`."""
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        if transfer is not None:
-            sampling.extra_args = {"kv_transfer_params": transfer}
+        sampling.extra_args = dict(extra or {}) | ({} if transfer is None else {"kv_transfer_params": transfer})
         request = EngineCoreRequest(request_id, list(tokens), None, sampling, None, time.time(), None, None, None)
         self._answers[request_id] = Answer()
         await self.engine.add(tuple(bytes(frame) for frame in self._encoder.encode(request)))

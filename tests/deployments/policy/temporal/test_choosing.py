@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -161,6 +162,16 @@ def test_phases_that_never_end_are_no_trap() -> None:
     choosing, steps = Choosing((PHASED, PLAIN)), round(3 * RULE.most_s / STEP_S)
     seen = {choosing.observe(Done(STEP_S, 0, 10, True, 0), PRICES) for _ in range(steps)}
     assert seen == {PHASED, PLAIN}
+
+
+@pytest.mark.parametrize(("begun", "seconds"), [(1, 20.0), (10, RULE.least_s), (0, RULE.most_s)])
+def test_a_look_is_over_when_many_of_the_requests_are_new(begun: int, seconds: float) -> None:
+    """Of 40 that run, 20 have to begin: one a second, or ten, or none."""
+    choosing, looks_s = Choosing((PLAIN, PHASED)), 0.0
+    while choosing.way == PLAIN:
+        choosing.observe(Done(1.0, 100, 100, True, begun=begun, live=40), PRICES)
+        looks_s += 1.0
+    assert looks_s == pytest.approx(seconds + 1.0 + math.ceil(RULE.settle_share * RULE.least_s))
 
 
 def test_one_way_alone_is_never_left() -> None:

@@ -28,6 +28,7 @@ os.environ["LANGSMITH_TRACING"] = os.environ["LANGCHAIN_TRACING_V2"] = "false"
 SETTLE_S = 5.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 ENGINES = (
+    "tests/app/batches/test_killed_engines.py",
     "tests/deployments/engine/",
     "tests/e2e/",
     "tests/load_tests/bench/test_kv_reuse.py",
@@ -36,13 +37,15 @@ ENGINES = (
 )
 
 
-FETCHES, LINES = 300, 60_000
+FETCHES, LINES, REAL_LINES = 300, 60_000, 60
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     told = f"fetches at random between real engines (default: {FETCHES})"
     parser.addoption("--fetches", type=int, default=FETCHES, help=told)
     parser.addoption("--lines", type=int, default=LINES, help=f"lines of the largest batch (default: {LINES})")
+    told = f"lines of the batch that real engines answer and that is killed (default: {REAL_LINES})"
+    parser.addoption("--real-lines", type=int, default=REAL_LINES, help=told)
 
 
 class Lines(LoadScopeScheduling):

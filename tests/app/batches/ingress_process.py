@@ -1,5 +1,7 @@
 """An ingress with batches over mock engines, in a process that a test kills: `python -m ... FOLDER`.
 
+With `python -m ... FOLDER real` the engines are real ones: prefill and decode, each in a process of its own.
+
 It writes its URL into `FOLDER/url` when it is ready. Each time that vLLM's server has computed a whole answer to a
 line, the line's prompt is appended to `FOLDER/computed`, which a killed process does not take with it.
 """
@@ -7,22 +9,27 @@ line, the line's prompt is appended to `FOLDER/computed`, which a killed process
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from app.held_response import ASGIApp, Message, Receive, Scope, Send
-from configs.schema import BatchesConfig, BatonConfig
-from load_tests.harness.control_plane import config, in_process
+from configs.schema import BatchesConfig, BatonConfig, ModelConfig, PoolConfig, VllmEngineConfig
+from deployments.engine.build import environment
+from load_tests.harness.control_plane import PREFILL, SMALL, InProcess, config, in_process
 from load_tests.harness.control_plane.server import served
+from tests.deployments.real_engines import RealEngines
 from tests.load_tests.traffic.servers import serving
 
 CONCURRENCY = 32
+REAL = "real"
 
 
-def settings(folder: Path) -> BatonConfig:
-    made = config(scale=4)
+def settings(folder: Path, is_real: bool) -> BatonConfig:
+    made = real() if is_real else config(scale=4)
     batches = BatchesConfig(
         database_url=f"sqlite:///{folder / 'batches.db'}",
         files_url=str(folder / "files"),
@@ -30,6 +37,30 @@ def settings(folder: Path) -> BatonConfig:
     )
     ingress = made.ingress.model_copy(update={"batches": batches})
     return BatonConfig.model_validate(made.model_copy(update={"ingress": ingress}).model_dump())
+
+
+def real() -> BatonConfig:
+    """A prefill and a decode engine with the model that comes with the tests."""
+    engine = VllmEngineConfig(kv_cache_memory_bytes=256 << 20, max_num_seqs=CONCURRENCY, max_num_batched_tokens=256)
+    pool = PoolConfig(engine=engine)
+    model = ModelConfig(dtype="float32", max_model_len=512)
+    return BatonConfig(model=model, prefill=pool, decode={"small": pool})
+
+
+@contextlib.asynccontextmanager
+async def plane_of(made: BatonConfig, is_real: bool) -> AsyncIterator[InProcess]:
+    """The control plane, with its engines."""
+    if not is_real:
+        async with in_process(made) as plane:
+            yield plane
+        return
+    os.environ.update(environment(made, PREFILL.rpartition("-")[0]))
+    engines = RealEngines(made)
+    try:
+        await engines.start(PREFILL, SMALL)
+        yield engines
+    finally:
+        await engines.close()
 
 
 def counted(app: ASGIApp, file: int) -> ASGIApp:
@@ -58,11 +89,11 @@ def counted(app: ASGIApp, file: int) -> ASGIApp:
     return run
 
 
-async def main(folder: Path) -> None:
-    made = settings(folder)
+async def main(folder: Path, is_real: bool) -> None:
+    made = settings(folder, is_real)
     file = os.open(folder / "computed", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     async with (
-        in_process(made) as plane,
+        plane_of(made, is_real) as plane,
         served(plane, made, lambda app: counted(app, file)) as server,
         serving(server.gateway) as url,
     ):
@@ -72,4 +103,4 @@ async def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2:] == [REAL]))

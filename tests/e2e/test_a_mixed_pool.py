@@ -1,5 +1,7 @@
 """Two replicas of one mixed pool: each prefills and decodes, and either goes on with what the other one has lost.
 
+They fetch from each other.
+
 The first file by name: the other tests' cluster has not started then, and one group of engines runs at a time.
 """
 
@@ -13,10 +15,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from app.launch.serve_api import ServeApi
-from tests.e2e.client import client_of, complete, streamed, tokens
+from tests.e2e.adapters import ADMIN_KEY
+from tests.e2e.client import MODEL, client_of, complete, streamed, tokens, until
 from tests.e2e.cluster import NAME, PATIENCE_S, Cluster, started
 from tests.e2e.conftest import CROWD, LONG_ANSWER_TOKENS, prompt, questions
 from tests.e2e.mover import mover_of
@@ -28,12 +32,16 @@ COMPARED = [*(f"crowd-{i}" for i in range(CROWD)), "length-600", "length-1800", 
 OTHERS = [(300, 48), (700, 48), (1100, 24), (1500, 24)]
 """Prompt and answer tokens of requests beside them, of which no prompt was there before."""
 SEEDS = itertools.count(80_000)
+SHARED, TAILS = 4 * 128, (30, 60)
+"""Tokens that two prompts share: four blocks; and what each of the two has behind them."""
+FAMILIES, BACK_WITHIN_S = 2, 300.0
 
 
 @pytest.fixture(scope="module")
 def mixed(reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """configs/cpu-mixed.yaml, running. The plain engine's process has ended before."""
-    with started("cpu-mixed.yaml", tmp_path_factory.mktemp("mixed")) as cluster:
+    more = {"ingress": {"admin_key": ADMIN_KEY}}
+    with started("cpu-mixed.yaml", tmp_path_factory.mktemp("mixed"), more=more, fetch=True) as cluster:
         yield cluster
 
 
@@ -110,3 +118,51 @@ async def test_one_is_killed_in_the_middle_of_an_answer_and_the_other_goes_on(
     generated = [status["replicas"][other]["counters"]["generated_tokens"] for status in (before, after)]
     assert generated[1] > generated[0]
     assert not mixed.used_blocks()
+
+
+def phases(cluster: Cluster) -> dict[str, str]:
+    """Of the pool's replicas."""
+    return {name: each["phase"] for name, each in cluster.status()["pools"][POOL]["replicas"].items()}
+
+
+async def asked_of(cluster: Cluster, client: httpx.AsyncClient, replica: str, other: str) -> list[list[int]]:
+    """Prompts that only `replica` has computed, two with each of some beginnings."""
+    headers = {"x-baton-admin-key": ADMIN_KEY}
+    beginnings = [prompt(next(SEEDS), SHARED) for _ in range(FAMILIES)]
+    prompts = [[*beginning, *prompt(next(SEEDS), tail)] for beginning in beginnings for tail in TAILS]
+    assert (await client.post(f"/baton/replicas/{other}/drain", headers=headers)).status_code == 200
+    await until(lambda: phases(cluster)[other] == "draining", BACK_WITHIN_S, "the other one takes nothing")
+    for each in prompts:
+        await tokens(client, each, 8)
+    assert (await client.post(f"/baton/replicas/{other}/resume", headers=headers)).status_code == 200
+    await until(lambda: phases(cluster)[other] == "ready", BACK_WITHIN_S, f"{replica} is not alone any more")
+    return prompts
+
+
+async def test_a_replica_that_serve_stops_hands_on_what_its_prompts_share(mixed: Cluster) -> None:
+    """A scale-down. Whichever of the two goes, the other one has all of it then, and computes as one plain engine."""
+    await until(lambda: list(phases(mixed).values()) == ["ready"] * 2, BACK_WITHIN_S, "both are up")
+    one, two = phases(mixed)
+    async with client_of(mixed) as client:
+        asked = {each: await asked_of(mixed, client, each, other) for each, other in ((one, two), (two, one))}
+        before = await asyncio.to_thread(mixed.settled)
+
+        def scale(application: dict[str, Any]) -> None:
+            application["deployments"] = [{"name": POOL, "num_replicas": 1}]
+
+        await asyncio.to_thread(mixed.deploy, scale)
+        await until(
+            lambda: len(mixed.running().get(POOL, ())) == len(phases(mixed)) == 1, BACK_WITHIN_S, "one has gone"
+        )
+        after = await asyncio.to_thread(mixed.settled)
+        (stays,) = after["replicas"]
+        (gone,) = asked.keys() - {stays}
+        fetched = [status["replicas"][stays]["counters"]["blocks_fetched"] for status in (before, after)]
+        assert fetched[1] - fetched[0] == FAMILIES * SHARED // 128
+        for each in asked[gone]:
+            body = {"model": MODEL, "prompt": each, "max_tokens": 8}
+            explained = await client.post("/baton/explain", json=body)
+            assert explained.json()["decision"]["cached_tokens"] == SHARED
+            answer = await tokens(client, each, 8)
+            whole = await complete(client, each, 8, prompt_logprobs=0)
+            assert answer == whole.json()["choices"][0]["token_ids"]

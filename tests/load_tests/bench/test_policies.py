@@ -119,7 +119,7 @@ def test_caches_are_compared_with_the_same_run_of_each_other_form() -> None:
     assert {form.tier_gb for form in forms.values()} == {200.0}
     served = {
         1.2: dict(zip(forms, (4.0, 5.0, 6.0, 0.0), strict=True)),
-        1.6: dict(zip(forms, (8, 8, 6, 6), strict=True)),
+        1.6: dict(zip(forms, (8.0, 8.0, 6.0, 6.0), strict=True)),
     }
     rows = [
         {"trace": "agents", "replicas": 16, "load": load, "caches": name, "goodput": goodput}

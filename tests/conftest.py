@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -24,6 +25,10 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # LiteLLM has a list of prices in its package, and LangChain's traces are off: no client asks another server than ours.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ["LANGSMITH_TRACING"] = os.environ["LANGCHAIN_TRACING_V2"] = "false"
+
+# No example bounds time: a busy machine takes many times as long for one as for the next.
+hypothesis.settings.register_profile("baton", deadline=None)
+hypothesis.settings.load_profile("baton")
 
 SETTLE_S = 5.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}

@@ -114,7 +114,7 @@ async def test_kv_that_a_peer_or_a_tier_uses_is_waited_for(name: str) -> None:
 async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_is_waited_for() -> None:
     replica = Replica()
     replica.open_runs = 1
-    drained = asyncio.create_task(drain(replica, 2.0, no, QUICK))
+    drained = asyncio.create_task(drain(replica, 8.0, no, QUICK))
     await replica.seen()
     assert replica.done == ["drain", "move"]
     replica.kv = {"open_writing": 1.0}

@@ -138,7 +138,7 @@ class Columns:
         self.ready[row], self.seen_s[row] = ready, seen_s
         room = view.free_blocks if view.sessions < view.info.max_sessions else -1
         steps, whole_s = self._steps[self.kind[row]], self._whole_s[self.kind[row]]
-        step_s = _step_s(steps, view.sessions, view.held_tokens)
+        step_s = steps.step_s(0, 0, view.sessions, view.held_tokens)
         self._table[CHANGING, row] = (*view[1:], room, step_s, steps.base_s, whole_s)
 
     def learn(self, coefficients: Mapping[str, Coefficients]) -> None:
@@ -149,10 +149,9 @@ class Columns:
         if coefficients is not self.coefficients:
             self.coefficients = coefficients
             self._steps = [coefficients.get(kind.pool, UNKNOWN) for kind in self.kinds]
-            by_row = Coefficients(*np.array(self._steps or [UNKNOWN]).T[:, self.kind])
             self._whole_s = list(map(_whole_s, self._steps, self.kinds))
-            self.numbers["step_s"][:] = _step_s(by_row, self.numbers["sessions"], self.numbers["held_tokens"])
-            self.numbers["base_s"][:] = by_row.base_s
+            self.numbers["step_s"][:] = self._step_column(self.numbers)
+            self.numbers["base_s"][:] = self.of_kinds(lambda steps, kind: steps.base_s)
             self.numbers["whole_step_s"][:] = self.of_kinds(_whole_s)
 
     def of_kind(self, number: int) -> tuple[Coefficients, Kind]:
@@ -246,15 +245,20 @@ class Columns:
 
     def without_answers(self, taken: Mapping[int, Taken]) -> Columns:
         """These columns, without some of the answers that replicas write. `taken`: by row."""
+        rows, parts = np.fromiter(taken, np.int64, len(taken)), np.array([*taken.values()], float).T
         new = {name: self.numbers[name].copy() for name in (*Taken._fields, "room_blocks", "step_s")}
-        for row, part in taken.items():
-            for name, amount in zip(Taken._fields, (*(-each for each in part[:3]), part.free_blocks), strict=True):
-                new[name][row] = max(0.0, new[name][row] + amount)
-            is_full = new["sessions"][row] >= self.numbers["max_sessions"][row]
-            new["room_blocks"][row] = -1 if is_full else new["free_blocks"][row]
-            steps = self._steps[self.kind[row]]
-            new["step_s"][row] = _step_s(steps, new["sessions"][row], new["held_tokens"][row])
+        for name, part in zip(Taken._fields, parts, strict=True):
+            new[name][rows] = np.maximum(new[name][rows] + (part if name == "free_blocks" else -part), 0.0)
+        is_full = new["sessions"] >= self.numbers["max_sessions"]
+        new["room_blocks"][rows] = np.where(is_full, -1, new["free_blocks"])[rows]
+        new["step_s"][rows] = self._step_column(new)[rows]
         return self._with(numbers={**self.numbers, **new})
+
+    def _step_column(self, numbers: Mapping[str, Numbers]) -> Numbers:
+        """Seconds of a decode step of each replica."""
+        steps: Any = Coefficients(*np.array(self._steps or [UNKNOWN]).T[:, self.kind])  # with columns for numbers
+        column: Numbers = steps.step_s(0, 0, numbers["sessions"], numbers["held_tokens"])
+        return column
 
     def _with(self, **changed: Any) -> Columns:
         other = Columns.__new__(Columns)
@@ -294,8 +298,3 @@ def _blank(size: int) -> Numbers:
 
 def _whole_s(steps: Coefficients, kind: Kind) -> float:
     return steps.step_s(kind.chunk_tokens, 0, 0, 0)
-
-
-def _step_s(steps: Coefficients, sessions: Any, held_tokens: Any) -> Any:
-    """Seconds of a decode step: a number for one replica, or a column where the arguments are columns."""
-    return steps.base_s + sessions * steps.sequence_s + held_tokens * steps.context_s

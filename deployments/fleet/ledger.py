@@ -29,9 +29,8 @@ class Share:
     `unpromised`: sessions that the replica lists and that this ledger did not place, with their reservations.
     `released`: those of `promises` whose session is closed. `yielding`: those that it may let go. The sums are over all
     that is not released. `prompts`: predicted seconds of the prompts that the replica has yet to compute, the oldest
-    first. `begun_s`: when the first of them began.
-    `confirmed_s`: when the replica's sessions were last compared with its promises. `objectives`:
-    the TPOT objectives of the answers written here, or about to be, each with their number.
+    first. `begun_s`: when the first of them began. `confirmed_s`: when the replica's sessions were last compared with
+    its promises. `objectives`: the TPOT objectives of the answers written here, or soon, each with their number.
     """
 
     replica_id: str
@@ -50,6 +49,7 @@ class Share:
     work_s: float = 0.0
     pending: int = 0
     objectives: Counter[float] = field(default_factory=Counter)
+    _may_let_go: Taken | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -58,10 +58,12 @@ class Share:
 
     @property
     def may_let_go(self) -> Taken:
-        """What the answers have that it may let go."""
-        held = [promise.reservation(self.replica_id) for promise in self.yielding.values()]
-        tokens, expected = sum(each.held_tokens for each in held), sum(each.expected_blocks for each in held)
-        return Taken(len(held), tokens, expected, sum(each.blocks for each in held))
+        """What the answers have that it may let go. It is added up once, until a promise here changes."""
+        if self._may_let_go is None:
+            held = [promise.reservation(self.replica_id) for promise in self.yielding.values()]
+            tokens, expected = sum(each.held_tokens for each in held), sum(each.expected_blocks for each in held)
+            self._may_let_go = Taken(len(held), tokens, expected, sum(each.blocks for each in held))
+        return self._may_let_go
 
     def put(self, promise: Promise, now_s: float) -> None:
         """Enter a promise, or bring it up to date."""
@@ -77,6 +79,7 @@ class Share:
         self._bind(promise, 1)
         if promise.released:
             self.released[key] = promise
+        self._may_let_go = None
         if promise.may_be_let_go_by(self.replica_id):
             self.yielding[key] = promise
         else:
@@ -95,6 +98,7 @@ class Share:
             self._add(before.reservation(self.replica_id), -1)
             self._bind(before, -1)
         self.released.pop(promise.key, None)
+        self._may_let_go = None
         self.yielding.pop(promise.key, None)
         self.prompts.pop(promise.key, None)
         self._update_begun(head, now_s)

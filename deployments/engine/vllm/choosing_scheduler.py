@@ -1,4 +1,4 @@
-"""vLLM's scheduler in phases or without, and with steps of either of two sizes: as its own throughput speaks for.
+"""vLLM's scheduler in phases or without, and with steps of one of a few sizes: as its own throughput speaks for.
 
 `deployments.policy.temporal.choosing` decides. Between two steps this scheduler becomes vLLM's own, which computes
 prompts beside answers, or ours again. Requests do not notice, and each output of vLLM is passed on.

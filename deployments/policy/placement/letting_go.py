@@ -71,7 +71,7 @@ def shortage(
     """
     objective_s = min((each for each in (owner.tpot_s, tpot_s) if each), default=0.0)
     held = owner.held_tokens + held_tokens
-    step_s = takes.base_s + (owner.sessions + 1) * takes.sequence_s + held * takes.context_s
+    step_s = takes.step_s(0, 0, owner.sessions + 1, held)
     late_s = step_s - slack * objective_s if objective_s else 0.0
     return Shortage(blocks - owner.free_blocks, owner.sessions + 1 - owner.info.max_sessions, late_s, takes)
 

@@ -56,12 +56,16 @@ class Engines:
         self.totals: dict[str, float] = {}
 
     async def start(self, *names: str) -> None:
-        """Start engines side by side, and introduce all to each other."""
+        """Start engines one after another, and introduce all to each other.
+
+        Of two that are forked at the same time, one can inherit the pipe by whose end the death of the other is seen.
+        """
         model = ModelConfig(source=str(self._model), dtype="float32", max_model_len=MAX_MODEL_LEN)
         pool = self._pool(NAMES[0])
         os.environ.update(environment(BatonConfig(model=model, prefill=pool, decode={"main": pool}), "prefill"))
-        for name, made in zip(names, await asyncio.gather(*map(self._started, names)), strict=True):
-            self.running[name], self.peers[name] = made, list(made.info.endpoints)
+        for name in names:
+            self.running[name] = made = await self._started(name)
+            self.peers[name] = list(made.info.endpoints)
             self.lives[name] += 1
         everyone = [made.info.endpoints for made in self.running.values()]
         await asyncio.gather(*(made.engine.meet(everyone) for made in self.running.values()))

@@ -20,7 +20,16 @@ import pytest
 
 from deployments.engine.protocol import EngineError
 from tests.deployments.engine.conftest import Answer
-from tests.deployments.engine.vllm.fetching_engines import BLOCK, BLOCKS, LOST, NAMES, SLOW, TIERED, Engines
+from tests.deployments.engine.vllm.fetching_engines import (
+    BLOCK,
+    BLOCKS,
+    HOST_BLOCKS,
+    LOST,
+    NAMES,
+    SLOW,
+    TIERED,
+    Engines,
+)
 from tests.deployments.engine.vllm.test_channel import FLOAT32, HEAD_DIM, HEADS, LAYERS, VOCABULARY, model
 from transfer.memory.blocks import blocks_for
 
@@ -33,6 +42,9 @@ LATEST_S = 45.0
 """The longest that a request may take: to compute its prompt on a busy machine, and a bound. It is less than
 `HANDOFF_S`, so that a request that waits for its source as for a handoff is too late."""
 LENGTH = 1
+TURNS = 20
+HITS = ("tier_host_hits", "tier_disk_hits")
+BROKEN = ("tier_digest_failures", "tier_disk_errors")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -223,6 +235,29 @@ async def kill(crowd: Crowd, fetches: int) -> None:
         await crowd.engines.start(victim)
 
 
+async def in_turns(crowd: Crowd, counted: tuple[str, ...], damages: bool = False) -> None:
+    """Ask the tiered engine for more than its memory holds, again and again, until one of these counters has grown.
+
+    `damages`: what is on disk is broken before each turn.
+    """
+    made, some, blocks = crowd.engines.running[TIERED], list[int](), 0
+    for number in range(0, len(crowd.prompts), MEMBERS):
+        if blocks <= BLOCKS + HOST_BLOCKS:
+            some.append(number)
+            blocks += blocks_for(len(crowd.prompts[number]) + TOKENS, BLOCK)
+    before = await made.engine.counters()
+    for turn in range(TURNS):
+        if damages:
+            crowd.engines.damage(crowd.draw)
+        for number in some:
+            answer = await made.generate(f"{counted[0]}-{turn}-{number}", crowd.prompts[number], max_tokens=TOKENS)
+            assert answer.tokens == crowd.whole[number]
+            now = await made.until_counter(lambda counters: not counters["tier_open_jobs"])
+            if any(now[name] > before[name] for name in counted):
+                return
+    pytest.fail(f"none of {counted} grew in {TURNS} turns of prompts {some}: {now}")
+
+
 @pytest.fixture
 async def engines(model: Path, tmp_path: Path) -> AsyncIterator[Engines]:
     made = Engines(model, tmp_path, LAYERS * HEADS * BLOCK * 2 * HEAD_DIM * FLOAT32)
@@ -250,8 +285,8 @@ async def test_random_fetches_with_everything_that_goes_wrong(engines: Engines, 
     assert crowd.outcomes["cancelled"] > 0
     assert counted["blocks_fetched"] > fetches / 10
     assert counted["fetches_broken"] > fetches / 20
-    assert counted["tier_host_hits"] + counted["tier_disk_hits"] > 0
-    assert counted["tier_disk_errors"] + counted["tier_digest_failures"] > 0
+    await in_turns(crowd, HITS)
+    await in_turns(crowd, BROKEN, damages=True)
     for number, (prompt, whole) in enumerate(zip(crowd.prompts, crowd.whole, strict=True)):
         for name, made in engines.running.items():
             answer = await made.generate(f"end-{number}", prompt, max_tokens=TOKENS)

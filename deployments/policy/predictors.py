@@ -80,7 +80,9 @@ class Predictors:
         self._block_tokens = info.block_size  # the same in every pool
         model = self.models.get(info.pool)
         if model is None:
-            model = self.models[info.pool] = StepModel(Coefficients(*info.prior) if info.prior else UNKNOWN)
+            model = self.models[info.pool] = StepModel(
+                Coefficients(*info.prior) if info.prior else UNKNOWN, seats=info.max_sessions
+            )
         for sample in steps:
             model.observe(sample)
         if info.pool not in self._coefficients and (info.prior or model.count >= TRUSTED_STEPS):

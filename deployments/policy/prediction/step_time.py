@@ -121,12 +121,14 @@ def roofline(shape: ModelShape, device_name: str, workers: int = 1) -> Roofline:
     )
 
 
+BASE, TOKEN, SEQUENCE = map(Coefficients._fields.index, ("base_s", "prefill_token_s", "sequence_s"))
+
 FLOORS = np.array((1e-5, 1e-8, 1e-13, 1e-7, 1e-11))
 """Seconds. A prior of zero is replaced by this, because a factor on zero could not learn anything."""
 
 
 class StepModel:
-    """Learns the coefficients of a pool from its steps: recursive least squares, made safe in five ways.
+    """Learns the coefficients of a pool from its steps: recursive least squares, made safe in six ways.
 
     It learns factors on the prior, from relative errors, so that short steps count as much as long ones.
 
@@ -136,10 +138,14 @@ class StepModel:
     span,
       and the factors in those directions neither drift nor grow without bound.
     - No factor is negative, and while there are few steps, none is far from 1: it is the best fit within these bounds.
+    - A step of as many sequences as there are `seats` takes at least what so many prompt tokens take, which pass the
+      same layers. Where reading the weights is what takes a small step's time, a few sequences seem to add nothing.
+      Without this bound, any number of them would seem to.
     - When most of the last steps err in the same direction, the machine has changed: the factors are scaled by that
       error, and are then only as certain as the prior was.
 
-    Steps are learned in batches, so one step costs about ten microseconds on average.
+    Steps are learned in batches, so one step costs about ten microseconds on average. A batch also ends when its steps
+    took `BATCH_S` together.
     """
 
     PRIOR_INFORMATION = 0.01  # of a factor: it may be 100% off, while equal steps vary by 10%
@@ -147,9 +153,10 @@ class StepModel:
     HUBER = 1.5
     CHANGED_AT = 0.25
     RECENT = 128
-    BATCH = 32
+    BATCH, BATCH_S = 32, 1.0
 
-    def __init__(self, prior: Coefficients, *, memory: int = 256) -> None:
+    def __init__(self, prior: Coefficients, *, memory: int = 256, seats: int = 0) -> None:
+        self._seats = seats
         self._scale = np.maximum(np.array(prior, dtype=float), FLOORS)
         self._factors: NDArray[np.float64] = np.array(prior, dtype=float) / self._scale
         self._start = self._factors.copy()
@@ -157,6 +164,7 @@ class StepModel:
         self._memory = memory
         self._errors: deque[float] = deque(maxlen=self.RECENT)
         self._pending: list[tuple[float, ...]] = []
+        self._pending_s = 0.0
         self._count = 0
         self._coefficients = prior
 
@@ -179,8 +187,9 @@ class StepModel:
             return
         counts = sample.prefill_tokens, sample.prefill_context, sample.decode_sequences, sample.decode_context
         self._pending.append((sample.seconds, 1.0, *counts))
-        if len(self._pending) >= min(self.BATCH, 1 + self._count // 4):
-            rows, self._pending = np.array(self._pending), []
+        self._pending_s += sample.seconds
+        if len(self._pending) >= min(self.BATCH, 1 + self._count // 4) or self._pending_s >= self.BATCH_S:
+            rows, self._pending, self._pending_s = np.array(self._pending), [], 0.0
             self._learn(rows[:, 0], rows[:, 1:] * self._scale)
 
     def _learn(self, seconds: NDArray[np.float64], parts: NDArray[np.float64]) -> None:
@@ -195,12 +204,13 @@ class StepModel:
         self._information = before + weighted @ terms
         self._count += len(seconds)
         reach = 1.0 + 0.25 * self._count
-        self._factors = _best_within(
-            self._information,
-            before @ self._factors + weighted @ relative,
-            self._start / reach,
-            np.maximum(self._start, 1.0) * reach,
-        )
+        low, high = self._start / reach, np.maximum(self._start, 1.0) * reach
+        vector = before @ self._factors + weighted @ relative
+        if self._seats:
+            token_s, base_s = (self._factors * self._scale)[[TOKEN, BASE]]
+            least = (token_s - base_s / self._seats) / self._scale[SEQUENCE]
+            low[SEQUENCE] = np.clip(least, low[SEQUENCE], high[SEQUENCE])
+        self._factors = _best_within(self._information, vector, low, high)
         self._coefficients = Coefficients(*(self._factors * self._scale).tolist())
 
     def _expected(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:

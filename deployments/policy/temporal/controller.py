@@ -14,7 +14,7 @@ from enum import StrEnum
 from deployments.messages import StepSample
 from deployments.policy.prediction.step_time import StepModel
 from deployments.policy.temporal.answers import LiveAnswers, Waiting
-from deployments.policy.temporal.intensity import PrefillPhase, SwitchRule, prefill_phase, spatial
+from deployments.policy.temporal.intensity import DecodeRate, PrefillPhase, SwitchRule, prefill_phase, spatial
 from deployments.policy.temporal.lengths import AnswerLengths
 from deployments.policy.temporal.stealing import Evening
 from deployments.step_cost import Coefficients
@@ -95,7 +95,8 @@ class Controller:
         self._shape, self._rule, self._methods = shape, rule or SwitchRule(), methods or Methods()
         self.answers = LiveAnswers(lengths or AnswerLengths(), shape.block_tokens)
         self._evening = Evening(shape.stages)
-        self._steps = StepModel(prior)
+        self._steps = StepModel(prior, seats=shape.seats // shape.stages)
+        self._rate = DecodeRate(self._rule.least_rounds * shape.stages)
         self._phase = Phase.PREFILL
         self._decode_steps = 0
         self.switches = 0
@@ -103,6 +104,8 @@ class Controller:
     def learn(self, step: StepSample) -> None:
         """A step of the engine is over."""
         self._steps.observe(step)
+        if self._phase is Phase.DECODE and step.decode_sequences and not step.prefill_tokens:
+            self._rate.observe(step.decode_sequences, step.seconds)
 
     @property
     def steps(self) -> Coefficients:
@@ -161,7 +164,9 @@ class Controller:
         each = sight.context / sight.live
         batch = sight.live / stages
         decode_s = steps.step_s(0, 0, batch, sight.context / stages)
-        intensity = spatial(steps, batch, self._most_live() / stages, each) if self._methods.intensity else -1.0
+        intensity = min(self._rate.left, spatial(steps, batch, self._most_live() / stages, each))
+        if not self._methods.intensity:
+            intensity = -1.0
         least = self._rule.least_tokens(self._shape.step_tokens, self._shape.blocks * self._shape.block_tokens)
         return self._rule.goes_back(intensity, phase, decode_s, stages, least)
 
@@ -193,6 +198,7 @@ class Controller:
 
     def _switch(self, phase: Phase, reason: str) -> Order:
         self._phase, self._decode_steps = phase, 0
+        self._rate.begin()
         self.switches += 1
         return Order(phase, 0, reason)
 

@@ -9,6 +9,7 @@ such bubble. Decode gives way where its spatial intensity is below the temporal 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,42 @@ def spatial(steps: Coefficients, batch: float, peak_batch: float, context: float
         return size / steps.step_s(0, 0, size, size * context)
 
     return rate(batch) / rate(max(batch, peak_batch))
+
+
+class DecodeRate:
+    """How far the decode rate of a phase has fallen since its beginning, as measured: what no model gets wrong.
+
+    `steps`: a rate is that of so many steps together, since single ones vary by more than what is looked for.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._first: list[tuple[int, float]] = []
+        self._last: deque[tuple[int, float]] = deque(maxlen=steps)
+
+    def begin(self) -> None:
+        """A decode phase begins."""
+        self._first.clear()
+        self._last.clear()
+
+    def observe(self, sequences: int, seconds: float) -> None:
+        """A decode step of so many sequences."""
+        if len(self._first) < self._steps:
+            self._first.append((sequences, seconds))
+        self._last.append((sequences, seconds))
+
+    @property
+    def left(self) -> float:
+        """The rate of the last steps over that of the first ones, at most 1; 1 before there are enough of both."""
+        if len(self._last) < self._steps:
+            return 1.0
+        first, last = _rate(self._first), _rate(self._last)
+        return min(last / first, 1.0) if first > 0.0 else 1.0
+
+
+def _rate(steps: Sequence[tuple[int, float]] | deque[tuple[int, float]]) -> float:
+    seconds = sum(seconds for _, seconds in steps)
+    return sum(sequences for sequences, _ in steps) / seconds if seconds > 0.0 else 0.0
 
 
 def temporal(phase: PrefillPhase, decode_s: float, stages: int) -> float:

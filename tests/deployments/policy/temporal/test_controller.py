@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deployments.messages import StepSample
 from deployments.policy.temporal.answers import LiveAnswers, Waiting
 from deployments.policy.temporal.controller import (
     Controller,
@@ -214,6 +215,22 @@ def test_decode_is_asked_about_once_a_round() -> None:
     sight = Sight(waiting=waiting(9), waiting_count=9, live=8, context=800, scheduled=2)
     phases = [controller.decide(sight).phase for _ in range(4)]
     assert phases == [Phase.DECODE] * 3 + [Phase.PREFILL]
+
+
+@pytest.mark.parametrize("last", [1, 10])
+def test_decode_gives_way_where_it_measurably_slows_down_also_where_the_step_model_sees_no_loss(
+    monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """A model without a part that every step takes says that small batches are as good as large ones."""
+    monkeypatch.setattr(Controller, "steps", Coefficients(0.0, 0.0002, 0.0, 0.002, 0.0))
+    controller = Controller(SHAPE, STEPS)
+    assert controller.decide(Sight(live=40, context=4000)).phase is Phase.DECODE
+    window = SwitchRule().least_rounds * SHAPE.stages
+    for batch in [10] * window + [last] * window:
+        controller.learn(StepSample(0.05, decode_sequences=batch, decode_context=100 * batch))
+    sight = Sight(waiting=waiting(90), waiting_count=90, live=4 * last, context=400 * last, scheduled=last)
+    phases = {controller.decide(sight).phase for _ in range(window)}
+    assert (Phase.PREFILL in phases) is (last == 1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.policy.temporal.intensity import SwitchRule, prefill_phase, spatial, temporal
+from deployments.policy.temporal.intensity import DecodeRate, SwitchRule, prefill_phase, spatial, temporal
 from deployments.step_cost import Coefficients
 
 STEPS = Coefficients(0.05, 0.0002, 0.0, 0.0002, 1e-8)
@@ -80,3 +80,19 @@ def test_equal_intensities_do_not_switch() -> None:
     assert not goes_back(share, [2000] * 40)[0]
     assert not goes_back(share - 0.04, [2000] * 40)[0]
     assert goes_back(share - 0.06, [2000] * 40)[0]
+
+
+def test_the_rate_that_is_left_is_of_the_last_steps_over_the_first_ones() -> None:
+    rate = DecodeRate(2)
+    rate.observe(8, 0.1)
+    assert rate.left == 1.0, "too few steps"
+    rate.observe(8, 0.3)
+    assert rate.left == 1.0
+    rate.observe(2, 0.1)
+    rate.observe(2, 0.1)
+    assert rate.left == pytest.approx(20 / 40)
+    rate.observe(99, 0.1)
+    rate.observe(99, 0.1)
+    assert rate.left == 1.0, "at most"
+    rate.begin()
+    assert rate.left == 1.0

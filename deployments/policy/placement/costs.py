@@ -81,11 +81,11 @@ class Costs:
     def decode_parts(self) -> Iterator[Part]:
         """What `decode_s` adds up, by name."""
         weights, outlook, columns, steps = self._weights, self._outlook, self._columns, self._steps
-        step_s = self.mixed_step_s
+        load, step_s = outlook.prefill_load, self.mixed_step_s
         yield "writing", (steps * weights.decode) * step_s
         beside = columns["sessions"] * outlook.added_step_s
         yield "answers_beside", (steps * weights.others) * beside * self.strain
-        yield "later_prompts", weights.others * self.slower * self._prompts_meanwhile * (steps * step_s)
+        yield "later_prompts", weights.others * self.slower * load / (1.0 - load) * (steps * step_s)
         if self._here.view.waiting:
             yield "waiting_requests", self.held_up * (steps * outlook.added_step_s)
         if self._here.knowledge.adapter_s:
@@ -181,21 +181,6 @@ class Costs:
         outlook = self._outlook
         with_it = outlook.share_of(outlook.decoding_more_s, self._longest_s)
         return np.maximum(outlook.share / with_it - 1.0, 0.0)
-
-    @cached_property
-    def _prompts_meanwhile(self) -> Numbers:
-        """The prompts that come to each replica and are there at a time, on average while the answer is written.
-
-        In the long run they are `load / (1 - load)`, as in an M/M/1 queue. Near saturation it takes long until there
-        are so many: a queue that begins empty and whose load is 1 grows as a reflected Brownian motion does, to the
-        root of 2n/pi within the time of n prompts, and has two thirds of that on average.
-        """
-        outlook, columns = self._outlook, self._columns
-        load = outlook.prefill_load
-        prompt_s = columns["flow_s"] / np.maximum(columns["flow_prompts"], TINY_S)
-        times = self._steps * self.mixed_step_s / np.maximum(prompt_s, TINY_S)
-        prompts: Numbers = np.minimum(load / (1.0 - load), load + np.sqrt(times * (2.0 / np.pi)) * (2.0 / 3.0))
-        return prompts
 
     @cached_property
     def beside_prompts_s(self) -> Numbers:

@@ -144,8 +144,7 @@ class StepModel:
     - When most of the last steps err in the same direction, the machine has changed: the factors are scaled by that
       error, and are then only as certain as the prior was.
 
-    Steps are learned in batches, so one step costs about ten microseconds on average. A batch also ends when its steps
-    took `BATCH_S` together.
+    Steps are learned in batches, so one step costs about ten microseconds on average.
     """
 
     PRIOR_INFORMATION = 0.01  # of a factor: it may be 100% off, while equal steps vary by 10%
@@ -153,7 +152,7 @@ class StepModel:
     HUBER = 1.5
     CHANGED_AT = 0.25
     RECENT = 128
-    BATCH, BATCH_S = 32, 1.0
+    BATCH = 32
 
     def __init__(self, prior: Coefficients, *, memory: int = 256, seats: int = 0) -> None:
         self._seats = seats
@@ -164,7 +163,6 @@ class StepModel:
         self._memory = memory
         self._errors: deque[float] = deque(maxlen=self.RECENT)
         self._pending: list[tuple[float, ...]] = []
-        self._pending_s = 0.0
         self._count = 0
         self._coefficients = prior
 
@@ -187,9 +185,8 @@ class StepModel:
             return
         counts = sample.prefill_tokens, sample.prefill_context, sample.decode_sequences, sample.decode_context
         self._pending.append((sample.seconds, 1.0, *counts))
-        self._pending_s += sample.seconds
-        if len(self._pending) >= min(self.BATCH, 1 + self._count // 4) or self._pending_s >= self.BATCH_S:
-            rows, self._pending, self._pending_s = np.array(self._pending), [], 0.0
+        if len(self._pending) >= min(self.BATCH, 1 + self._count // 4):
+            rows, self._pending = np.array(self._pending), []
             self._learn(rows[:, 0], rows[:, 1:] * self._scale)
 
     def _learn(self, seconds: NDArray[np.float64], parts: NDArray[np.float64]) -> None:

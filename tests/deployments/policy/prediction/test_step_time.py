@@ -165,17 +165,6 @@ def test_a_step_with_all_seats_taken_takes_what_so_many_prompt_tokens_take_howev
     assert (learned.step_s(0, 0, 32, 0) > 0.95 * 32 * learned.prefill_token_s) is bool(seats)
 
 
-@pytest.mark.parametrize("took_s", [0.4, 0.01])
-def test_slow_steps_are_learned_from_within_a_second_of_them(took_s: float) -> None:
-    model = StepModel(PRIOR)
-    for _ in range(1024):
-        model.observe(StepSample(0.01, decode_sequences=2, decode_context=400))
-    seen = model.count
-    for _ in range(3):
-        model.observe(StepSample(took_s, decode_sequences=2, decode_context=400))
-    assert (model.count > seen) is (took_s == 0.4)
-
-
 def test_what_one_kind_of_step_taught_outlasts_a_long_time_of_another() -> None:
     true, rng, model = scaled((1, 3, 1, 1, 1)), random.Random(5), StepModel(PRIOR)
     for sample in samples(true, 1000, rng):

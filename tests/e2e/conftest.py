@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,10 +53,23 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def reference(adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     """The plain engine's answers, by question, and those with an adapter by adapter and question.
 
-    Its process has ended when this returns.
+    Its process has ended when this returns. The first of several test processes asks it, and the others wait.
     """
-    directory = tmp_path_factory.mktemp("reference")
-    asked, told = directory / "questions.json", directory / "answers.json"
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    told = shared / "answers.json"
+    with (shared / "answers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            _ask_a_plain_engine(adapters, tmp_path_factory.mktemp("reference"), told)
+    answers: dict[str, list[int]] = json.loads(told.read_text())
+    return answers
+
+
+def _ask_a_plain_engine(adapters: dict[str, str], directory: Path, told: Path) -> None:
+    """Write the answers to all questions into `told`."""
+    asked, written = directory / "questions.json", directory / "answers.json"
     plain = {name: (tokens, limit, "") for name, (tokens, limit) in questions().items()}
     tuned = {
         f"{name} {question}": (*questions()[question], folder)
@@ -63,7 +78,7 @@ def reference(adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
     }
     asked.write_text(json.dumps(plain | tuned))
     model = str(resolve("bundled:smollm2-135m-instruct", DEFAULT_CACHE_DIR))
-    command = [sys.executable, str(Path(__file__).parent / "reference.py"), model, str(asked), str(told)]
+    command = [sys.executable, str(Path(__file__).parent / "reference.py"), model, str(asked), str(written)]
     from tests.e2e.settings import cpu_config
 
     with names_until_started():
@@ -72,8 +87,7 @@ def reference(adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
             command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False
         )
     assert done.returncode == 0, done.stderr[-4000:]
-    answers: dict[str, list[int]] = json.loads(told.read_text())
-    return answers
+    shutil.copy(written, told)
 
 
 @pytest.fixture(scope="session")

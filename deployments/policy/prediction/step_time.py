@@ -138,9 +138,9 @@ class StepModel:
     span,
       and the factors in those directions neither drift nor grow without bound.
     - No factor is negative, and while there are few steps, none is far from 1: it is the best fit within these bounds.
-    - A step of as many sequences as there are `seats` takes at least what so many prompt tokens take, which pass the
-      same layers. Where reading the weights is what takes a small step's time, a few sequences seem to add nothing.
-      Without this bound, any number of them would seem to.
+    - A step of as many sequences as there are `seats` (0: not known) takes at least what so many prompt tokens take,
+      which pass the same layers. Where reading the weights is what takes a small step's time, a few sequences seem to
+      add nothing. Without this bound, any number of them would seem to.
     - When most of the last steps err in the same direction, the machine has changed: the factors are scaled by that
       error, and are then only as certain as the prior was.
 

@@ -164,9 +164,8 @@ class Controller:
         each = sight.context / sight.live
         batch = sight.live / stages
         decode_s = steps.step_s(0, 0, batch, sight.context / stages)
-        intensity = min(self._rate.left, spatial(steps, batch, self._most_live() / stages, each))
-        if not self._methods.intensity:
-            intensity = -1.0
+        modelled = spatial(steps, batch, self._most_live() / stages, each)
+        intensity = min(self._rate.left, modelled) if self._methods.intensity else -1.0
         least = self._rule.least_tokens(self._shape.step_tokens, self._shape.blocks * self._shape.block_tokens)
         return self._rule.goes_back(intensity, phase, decode_s, stages, least)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from deployments.step_cost import Coefficients
@@ -85,7 +85,8 @@ class DecodeRate:
         return min(last / first, 1.0) if first > 0.0 else 1.0
 
 
-def _rate(steps: Sequence[tuple[int, float]] | deque[tuple[int, float]]) -> float:
+def _rate(steps: Collection[tuple[int, float]]) -> float:
+    """Sequences a second."""
     seconds = sum(seconds for _, seconds in steps)
     return sum(sequences for sequences, _ in steps) / seconds if seconds > 0.0 else 0.0
 

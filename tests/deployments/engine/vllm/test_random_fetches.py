@@ -43,6 +43,7 @@ LATEST_S = 45.0
 `HANDOFF_S`, so that a request that waits for its source as for a handoff is too late."""
 LENGTH = 1
 TURNS = 20
+"""After so many turns of prompts for more than the memory, no tier will be hit any more."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

@@ -73,3 +73,17 @@ def share_of_one(budget: int, prompts: Sequence[int]) -> int:
     if len(prompts) < 2 or (shortest := min(prompts[1:])) >= prompts[0]:
         return budget
     return max(budget - shortest, budget // 2, 1)
+
+
+def share_of_each(budget: int, prompts: Sequence[int]) -> int:
+    """The most tokens of one prompt with which all prompts together take at most `budget`, at least 1.
+
+    `prompts`: the tokens that each has yet to compute. The shorter ones are computed whole, and the others have equal
+    parts.
+    """
+    left = budget
+    for place, tokens in enumerate(sorted(prompts)):
+        if tokens > (equal := left // (len(prompts) - place)):
+            return max(equal, 1)
+        left -= tokens
+    return budget

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from transfer.vllm.step_clock import StepReport
@@ -58,6 +59,11 @@ class PacedConnector(BatonConnector):
         super().on_new_request(request)
         if self._pace is not None:
             self._pace.begin(request)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        if self._pace is not None:
+            self._pace.arrived(connector_output.finished_recving or ())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         if self._pace is not None:

@@ -7,7 +7,7 @@ tests/deployments/engine/vllm/test_scheduler_contract.py checks that the schedul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,9 @@ from vllm.v1.request import RequestStatus
 
 from deployments.messages import StepSample
 from deployments.policy.prediction.step_time import StepModel
-from deployments.policy.step_size import LOOKED_AT, prompt_budget, share_of_one
+from deployments.policy.step_size import LOOKED_AT, prompt_budget, share_of_each, share_of_one
 from deployments.step_cost import Coefficients
-from transfer.vllm.handoff_part import handed_over
+from transfer.vllm.handoff_part import handed_over, part_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -33,6 +33,10 @@ TPOT_S = "baton_tpot_s"
 class StepPace:
     """Sets the size of each step of one scheduler.
 
+    vLLM gives tokens to what runs first, also to prompts, and what is left to what waits. An answer that another
+    replica hands over waits twice: for memory, and for its KV cache. So prompts leave it a token: one for each answer
+    whose KV cache has come, and one if any waits for memory, which vLLM gives only while a token is left.
+
     `prior`: what steps take, before any was seen. `prompt_share`: as in the configuration.
     """
 
@@ -42,11 +46,24 @@ class StepPace:
         self._whole = scheduler.max_num_scheduled_tokens
         self._answers = self._context = self._begun = 0
         self._prompts: list[int] = []
+        self._begun_prompts: list[int] = []
+        self._coming: set[str] = set()
+        self._arrived, self._asks = 0, False
         self._objectives: set[float] = set()
 
     def begin(self, request: Request) -> None:
-        """A request has come, and waits for the next step."""
-        self._prompts.append(handed_over(request))
+        """A request has come, and waits for the next step. One that is handed over goes first: it computes nothing."""
+        if _is_handed_over(request):
+            self._scheduler.waiting.remove_request(request)
+            self._scheduler.waiting.prepend_request(request)
+            self._asks = True
+        else:
+            self._prompts.append(handed_over(request))
+        self._set()
+
+    def arrived(self, request_ids: Iterable[str]) -> None:
+        """The KV cache of these requests has come."""
+        self._arrived += len(self._coming.intersection(request_ids))
         self._set()
 
     def plan(self, scheduled: Mapping[str, int]) -> None:
@@ -58,8 +75,13 @@ class StepPace:
         answering = [each for each in running if left[each.request_id] <= 0]
         prompts = running[len(answering) :]
         coming = [each for each in self._scheduler.kv_holding_waiting if each.status is LOADING]
-        waiting = map(handed_over, islice(self._scheduler.waiting, LOOKED_AT))
-        self._answers, self._prompts = len(answering), [*(left[each.request_id] for each in prompts), *waiting]
+        self._coming = {each.request_id for each in coming if _is_handed_over(each)}
+        self._arrived = len(self._coming & self._scheduler.finished_recving_kv_req_ids)
+        waiting = list(islice(self._scheduler.waiting, LOOKED_AT))
+        self._asks = any(map(_is_handed_over, waiting))
+        self._begun_prompts = [left[each.request_id] for each in prompts]
+        not_begun = [handed_over(each) for each in waiting if not _is_handed_over(each)]
+        self._answers, self._prompts = len(answering), self._begun_prompts + not_begun
         self._context = sum(each.num_tokens for each in answering)
         self._begun = handed_over(prompts[0]) - left[prompts[0].request_id] if prompts else 0
         self._objectives = set(map(_objective_s, (*answering, *coming)))
@@ -70,14 +92,21 @@ class StepPace:
         self._model.observe(step)
 
     def _set(self) -> None:
-        steps, answers = self._model.coefficients, self._answers
+        steps, answers, joining = self._model.coefficients, self._answers, self._arrived + self._asks
         share = self._prompt_share
         budget = prompt_budget(steps, self._whole, answers, self._context, self._begun, self._objectives, share)
-        # An answer whose KV cache arrives meanwhile waits, and takes a token in the step after it has come.
-        coming = sum(self._scheduler.get_request_counts()) - len(self._scheduler.running)
-        self._scheduler.max_num_scheduled_tokens = min(budget + answers + coming, self._whole)
+        budget = max(1, min(budget, self._whole - answers - joining))
+        self._scheduler.max_num_scheduled_tokens = min(budget + answers + joining, self._whole)
         one = share_of_one(budget, self._prompts)
+        if joining:
+            one = min(one, share_of_each(budget, self._begun_prompts))
         self._scheduler.scheduler_config.long_prefill_token_threshold = one if one < self._whole else 0
+
+
+def _is_handed_over(request: Request) -> bool:
+    """Whether another replica writes the KV cache of all of the request's prompt."""
+    part = part_of(request)
+    return part is not None and part.role == "decode"
 
 
 def _objective_s(request: Request) -> float:

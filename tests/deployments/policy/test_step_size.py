@@ -11,6 +11,7 @@ from deployments.policy.step_size import (
     STEADY,
     allowed_step_s,
     prompt_budget,
+    share_of_each,
     share_of_one,
 )
 from deployments.step_cost import Coefficients
@@ -69,3 +70,19 @@ def test_a_prompt_leaves_room_for_a_shorter_one_behind_it_but_no_more_than_half(
     assert share_of_one(100, [500, 500, 900]) == 100, "the others are not shorter"
     assert share_of_one(1, [500, 30]) == 1
     assert share_of_one(100, []) == 100
+
+
+@given(st.integers(1, 4096), st.lists(st.integers(1, 5000), max_size=8))
+def test_equal_shares_fit_the_budget_and_one_token_more_of_each_does_not(budget: int, prompts: list[int]) -> None:
+    one = share_of_each(budget, prompts)
+    taken = sum(min(one, tokens) for tokens in prompts)
+    assert one >= 1
+    assert taken <= budget or one == 1
+    assert sum(min(one + 1, tokens) for tokens in prompts) > budget or one == budget or taken == sum(prompts)
+
+
+def test_shorter_prompts_are_computed_whole_and_the_others_have_equal_parts() -> None:
+    assert share_of_each(100, [10, 500, 700]) == 45
+    assert share_of_each(100, [30, 20]) == 100
+    assert share_of_each(100, []) == 100
+    assert share_of_each(2, [9, 9, 9]) == 1

@@ -47,13 +47,15 @@ class Recorder(KVConnectorBase_V1):
 
     What was answered elsewhere it hands to Baton's own code. `pace`: sets the size of each step, where there is one.
 
-    `matched`: its answer to `get_num_new_matched_tokens`. `keeps`: whether it keeps the blocks of ended requests.
+    `matched`: its answer to `get_num_new_matched_tokens`; `matched_of`: the same, by request. `keeps`: whether it keeps
+    the blocks of ended requests.
     """
 
     def __init__(self, config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(config, role, kv_cache_config)
         self.calls: list[tuple[str, int]] = []
         self.matched: tuple[int | None, bool] = (0, False)
+        self.matched_of: dict[str, tuple[int | None, bool]] = {}
         self.keeps = False
         self.stats: dict[str, Any] = {}
         self.answered = AnsweredRequests()
@@ -77,7 +79,8 @@ class Recorder(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._note("get_num_new_matched_tokens")
-        return self.matched if self.answered.is_ready(request) else (None, False)
+        matched = self.matched_of.get(request.request_id, self.matched)
+        return matched if self.answered.is_ready(request) else (None, False)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         self._note("update_state_after_alloc")
@@ -90,6 +93,8 @@ class Recorder(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._note("update_connector_output")
+        if self.pace is not None:
+            self.pace.arrived(connector_output.finished_recving or ())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         self._note("get_kv_connector_stats")

@@ -244,6 +244,64 @@ def test_an_answer_whose_kv_cache_is_coming_counts_as_one_that_runs(core: Core) 
     assert core.step()["long"] <= 22
 
 
+def handed(core: Core, name: str, prompt: list[int], epoch: int = 1) -> Request:
+    """A request that another replica hands over: the connector says that all of its prompt comes."""
+    part = {"role": "decode", "session": name, "epoch": epoch, "peers": ["p"]}
+    core.connector.matched_of[name] = (len(prompt), True)
+    return core.add(name, prompt, extra_args={"kv_transfer_params": {"baton": part}})
+
+
+def prompts_run(core: Core) -> None:
+    """An answer runs, and so do two long prompts. Each takes a share of what prompts get."""
+    core.add("answer", tokens(5))
+    core.step()
+    core.add("long", tokens(200)[::-1])
+    core.step()
+    core.add("next", tokens(150)[3:])
+    assert core.step() == {"answer": 1, "long": 10, "next": 10}
+
+
+def test_an_answer_that_is_handed_over_does_not_wait_for_the_prompts_that_run(core: Core) -> None:
+    """Neither for memory nor, once its KV cache has come, for its first token."""
+    paced(core, prompt_share=0.65)
+    prompts_run(core)
+    handed(core, "coming", tokens(40)[1:])
+    core.step()
+    assert core.scheduler.requests["coming"].status is RequestStatus.WAITING_FOR_REMOTE_KVS, "it has its memory"
+    core.step(received={"coming"})
+    assert core.step() == {"answer": 1, "long": 10, "next": 10, "coming": 1}
+
+
+def test_nor_where_prompts_may_take_the_whole_step(core: Core) -> None:
+    pace = paced(core, prompt_share=0.65)
+    core.add("answer", tokens(5))
+    core.step()
+    core.add("long", tokens(400)[::-1])
+    core.step()
+    pace._model = SimpleNamespace(coefficients=Coefficients(1.0, 0.001, 0.0, 0.001, 0.0))  # type: ignore[assignment]
+    assert core.step() == {"answer": 1, "long": 20}
+    handed(core, "coming", tokens(40)[1:])
+    assert core.step()["long"] >= CHUNK - 2
+    assert core.scheduler.requests["coming"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    core.step(received={"coming"})
+    taken = core.step()
+    assert taken["coming"] == 1
+    assert taken["long"] == CHUNK - 2
+
+
+def test_an_answer_that_comes_takes_nothing_from_prompts_before_it_is_there(core: Core) -> None:
+    paced(core, prompt_share=0.65)
+    core.add("answer", tokens(5))
+    core.step()
+    handed(core, "coming", tokens(40)[1:])
+    core.add("long", tokens(200)[::-1])
+    core.step()
+    for _ in range(3):
+        assert core.step() == {"answer": 1, "long": 20}
+    core.step(received={"coming"})
+    assert core.step() == {"answer": 1, "long": 20, "coming": 1}
+
+
 @pytest.mark.parametrize("engine_args", [{}, {"long_prefill_token_threshold": 0}])
 def test_where_a_bound_of_vllm_is_configured_vllm_sizes_its_steps(model: Path, engine_args: dict[str, Any]) -> None:
     extra = make(model, Role.DECODE, **engine_args).scheduler.vllm_config.kv_transfer_config.kv_connector_extra_config

@@ -89,11 +89,11 @@ async def test_an_answer_goes_on_on_the_other_replica_with_its_kv_cache(
             told += choice["token_ids"] or []
             if len(told) >= 5 and not moved:
                 moved = await asyncio.to_thread(mover.let_go, POOL)
-    assert moved == 1
+    assert moved in {1, 2}, "twice where the other replica is asked only when it has the answer already"
     assert told == reference["recovery-long"]
     after = await asyncio.to_thread(mixed.settled)
     closed = Counter(after["sessions"]["closed"]) - Counter(before["sessions"]["closed"])
-    assert closed == {"moved": 1, "length": 1}
+    assert closed == {"moved": moved, "length": 1}
     there = [sum(counted(status, "loaded_tokens") + counted(status, "cached_tokens")) for status in (before, after)]
     assert there[1] - there[0] >= len(asked), "the other replica does not compute the prompt again"
     assert sum(counted(after, "blocks_written")) > sum(counted(before, "blocks_written"))

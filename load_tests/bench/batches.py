@@ -34,13 +34,13 @@ import contextlib
 import io
 import itertools
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from openai import AsyncOpenAI
 
@@ -128,9 +128,11 @@ async def running(peer: Peer, lines: int, seed: int) -> AsyncIterator[Batch]:
         batch = Batch(client, made.id)
         async with asyncio.timeout(BATCH_TIMEOUT_S):
             await batch.begun()
-        yield batch
-        async with asyncio.timeout(BATCH_TIMEOUT_S):
-            await batch.cancel()
+        try:
+            yield batch
+        finally:
+            async with asyncio.timeout(BATCH_TIMEOUT_S):
+                await batch.cancel()
 
 
 async def measure(
@@ -202,8 +204,9 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 
 def _spread(values: Sequence[float | None]) -> list[float | None] | None:
+    """The median, the least and the greatest of those that there are."""
     known = [value for value in values if value is not None]
-    return [rounded(float(found)) for found in (np.median(known), min(known), max(known))] if known else None
+    return [rounded(found) for found in (statistics.median(known), min(known), max(known))] if known else None
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

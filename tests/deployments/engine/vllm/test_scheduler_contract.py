@@ -184,10 +184,8 @@ def test_an_answer_that_the_grammar_forbids_ends_with_an_error(core: Core, monke
 PRIOR = Coefficients(0.01, 0.001, 0.0, 0.001, 0.0)
 
 
-def paced(core: Core, prompt_share: float) -> StepPace:
-    pace = StepPace(core.scheduler, PRIOR, prompt_share)
-    core.connector.pace = pace
-    return pace
+def paced(core: Core, prompt_share: float, prior: Coefficients = PRIOR) -> None:
+    core.connector.pace = StepPace(core.scheduler, prior, prompt_share)
 
 
 def test_the_scheduler_heeds_the_size_of_the_next_step(core: Core) -> None:
@@ -273,13 +271,11 @@ def test_an_answer_that_is_handed_over_does_not_wait_for_the_prompts_that_run(co
 
 
 def test_nor_where_prompts_may_take_the_whole_step(core: Core) -> None:
-    pace = paced(core, prompt_share=0.65)
+    paced(core, prompt_share=0.65, prior=Coefficients(1.0, 0.001, 0.0, 0.001, 0.0))
     core.add("answer", tokens(5))
     core.step()
     core.add("long", tokens(400)[::-1])
-    core.step()
-    pace._model = SimpleNamespace(coefficients=Coefficients(1.0, 0.001, 0.0, 0.001, 0.0))  # type: ignore[assignment]
-    assert core.step() == {"answer": 1, "long": 20}
+    assert core.step() == {"answer": 1, "long": CHUNK - 1}
     handed(core, "coming", tokens(40)[1:])
     assert core.step()["long"] >= CHUNK - 2
     assert core.scheduler.requests["coming"].status is RequestStatus.WAITING_FOR_REMOTE_KVS

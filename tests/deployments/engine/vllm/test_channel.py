@@ -86,7 +86,9 @@ async def cluster(
         model=ModelConfig(source=str(model), dtype="float32", max_model_len=max_model_len),
         prefill=prefill,
         decode=dict(zip(("small", "large"), (decode, *large), strict=False)),
-        placement=PlacementConfig.model_validate({"split": "always", "snapshot_interval_s": 0.01, **placement}),
+        placement=PlacementConfig.model_validate(
+            {"split": "always", "snapshot_interval_s": 0.01, "snapshot_stale_s": WAIT_S, **placement}
+        ),
     )
     os.environ.update(environment(config, "prefill"))
     made = RealEngines(config)
@@ -253,11 +255,16 @@ async def test_a_crowd_is_moved_about_and_nothing_is_computed_again(model: Path)
         for answer in answers:
             await until_more(answer, 2)
         computed = count_computed(engines)
-        moved = 0
-        for _ in range(4):
-            moved += sum([engines.replicas[each].move_out() for each in (SMALL, LARGE)])
-            for answer in answers:
+
+        async def wander(answer: Answer) -> int:
+            """Move as soon as the last move is over, also while another answer's takes long."""
+            moved = 0
+            for _ in range(4):
+                moved += sum([engines.replicas[each].move_out([answer.request_id]) for each in (SMALL, LARGE)])
                 await until_more(answer, 5)
+            return moved
+
+        moved = sum(await asyncio.gather(*map(wander, answers)))
         await are_as_undisturbed(answers, whole)
         assert moved > len(asked)
         assert sum(computed) == 0
@@ -332,9 +339,15 @@ def logprobs(answer: Any) -> list[list[float]]:
 
 @pytest.fixture
 def fetches_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fetch is expected to beat computing, also where a fast machine computes these short prompts at once."""
+    """A fetch is expected to beat computing, also where a fast machine computes these short prompts at once.
+
+    It is so also after slow fetches, and a fetch gets the time that it takes: the machine may be busy.
+    """
     monkeypatch.setattr(fetch, "FETCH_S", 0.0)
     monkeypatch.setattr(fetch, "DISPLACED", 0.0)
+    monkeypatch.setattr(fetch, "LINK_BYTES_PER_S", 1e15)
+    monkeypatch.setattr(fetch, "PRIOR_S", 1e6)
+    monkeypatch.setattr(fetch, "LEAST_TIMEOUT_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("fetches_pay")

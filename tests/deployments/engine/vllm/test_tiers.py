@@ -121,7 +121,7 @@ async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
     """What comes back from host and disk gives the answers that computing gives, also after the engine's end."""
-    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "60")
     several: dict[str, Any] = {size: 2}
     shape = pool(host_kv_bytes=TIER_BYTES, disk_kv=DiskKVConfig(path=str(tmp_path), bytes=TIER_BYTES), **several)
     async with cluster(model, shape, pool()) as engines:
@@ -136,7 +136,15 @@ async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
             assert answer.tokens == await whole(engines, known)
         await forget(engines, PREFILL)
     async with cluster(model, shape, pool()) as engines:
-        await split(engines, prompt(40))  # a step: the scheduler has heard of what was on the disk
+
+        engine: Any = engines.replicas[PREFILL]._engine
+
+        async def is_heard_of() -> bool:
+            """By the scheduler, which tells it with its steps."""
+            await split(engines, prompt(40))
+            return len(engine._events._translator._tiers) >= 300 // BLOCK
+
+        await until(is_heard_of)
         assert (await split(engines, known)).tokens == answer.tokens
         assert await loaded(engines, PREFILL, "disk") == 300 // BLOCK
         await engines.all_is_free()

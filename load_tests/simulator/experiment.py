@@ -43,8 +43,9 @@ MADE: dict[str, Callable[[float, int, int], Trace]] = {
     "agents": synthetic.agents,
     "shared": synthetic.shared,
     "hot": synthetic.hot,
+    "documents": synthetic.documents,
 }
-LONG_PROMPTS = ("agents", "shared", "hot")
+LONG_PROMPTS = ("agents", "shared", "hot", "documents")
 """The made traces whose prompts are as long as Mooncake's, and which have its objectives."""
 MADE_RATE, MADE_REQUESTS = 10.0, 20_000
 

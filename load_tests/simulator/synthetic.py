@@ -146,6 +146,33 @@ def hot(requests_per_s: float, count: int, seed: int, share: float = 0.8, period
     return Trace("hot", BLOCK_TOKENS, tuple(requests))
 
 
+def documents(requests_per_s: float, count: int, seed: int, share: float = 0.75, period: int = 200) -> Trace:
+    """Three of four requests ask about one of four documents of 12,288 tokens, the first of them most of all.
+
+    After each `period` requests the oldest document gives its place to a new one, which no replica has. The rest of the
+    requests have prompts of their own. All answers are short. No constant of Baton was chosen by this trace.
+    """
+    rng = random.Random(seed)
+    at_s, requests, document = 0.0, [], 12_288 // BLOCK_TOKENS
+    places = [0, 1, 2, 3]
+    for index in range(count):
+        at_s += rng.expovariate(requests_per_s)
+        if index and index % period == 0:
+            places[index // period % len(places)] += len(places)
+        is_hot = rng.random() < share
+        shared = document if is_hot else 0
+        asked = rng.choices(places, (4, 2, 1, 1))[0]
+        prompt = shared * BLOCK_TOKENS + Lengths(1000 if is_hot else 4000, 0.6, least=128, most=32_768).draw(rng)
+        own = ((index + 1) << 20) + (1 << 19)
+        hashes = (
+            *(((asked + 1) << 20) + block for block in range(shared)),
+            *range(own, own + prompt // BLOCK_TOKENS - shared),
+        )
+        client = f"{HOT}{index}" if is_hot else f"client-{index}"
+        requests.append(TraceRequest(at_s, prompt, rng.randint(16, 128), hashes, client))
+    return Trace("documents", BLOCK_TOKENS, tuple(requests))
+
+
 def _turn(at_s: float, talk: int, prompt: int, answer: int, system_tokens: int) -> TraceRequest:
     """One turn, whose prompt and answer the next turn repeats."""
     whole, blocks = _hashes(talk, prompt + answer, system_tokens), prompt // BLOCK_TOKENS

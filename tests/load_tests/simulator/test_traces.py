@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from load_tests.simulator import synthetic
+from load_tests.simulator.metrics import HOT
 from load_tests.simulator.traces import Trace, TraceError, TraceRequest, find, load
 
 MOONCAKE = """\
@@ -85,7 +86,9 @@ def test_clients_ask_for_about_twice_what_they_get(output: int, asked: int) -> N
     assert TraceRequest(0.0, 10, output).max_tokens == asked
 
 
-@pytest.mark.parametrize("make", [synthetic.poisson, synthetic.burst, synthetic.conversations])
+@pytest.mark.parametrize(
+    "make", [synthetic.poisson, synthetic.burst, synthetic.conversations, synthetic.hot, synthetic.documents]
+)
 def test_made_traces_follow_their_seed_and_rate(make: Callable[[float, int, int], Trace]) -> None:
     one, same, other = make(20.0, 2000, 3), make(20.0, 2000, 3), make(20.0, 2000, 4)
     assert one == same
@@ -106,3 +109,17 @@ def test_turns_of_a_conversation_share_what_was_said() -> None:
     assert all(later.hashes[: len(earlier.hashes)] == earlier.hashes for earlier, later in pairs)
     first, second = list(talks.values())[:2]
     assert set(first[0].hashes) & set(second[0].hashes) == {0, 1, 2, 3}
+
+
+def test_a_document_is_asked_for_by_many_until_a_new_one_takes_its_place() -> None:
+    trace = synthetic.documents(10.0, 1600, seed=3)
+    of_documents = [each for each in trace.requests if each.client.startswith(HOT)]
+    asked = [each.hashes[:96] for each in of_documents]
+    others = [each for each in trace.requests if not each.client.startswith(HOT)]
+    assert 0.72 < len(asked) / 1600 < 0.78
+    assert all(each.prompt_tokens > 12_288 for each in of_documents)
+    assert len({each.hashes[96] for each in of_documents if len(each.hashes) > 96}) > 1000, "each has a tail of its own"
+    assert not {each.hashes[0] for each in others if each.hashes} & {each[0] for each in asked}
+    assert len(set(asked)) == 4 + 7, "seven have come"
+    assert len(set(asked[:100])) == len(set(asked[-100:])) == 4
+    assert not set(asked[:100]) & set(asked[-100:])

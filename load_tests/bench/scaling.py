@@ -54,6 +54,8 @@ PARTS = (1.0, 0.85, 0.7)
 NEARLY = 0.99
 EQUAL, LEVEL = 0.005, 0.001
 MAX_MODEL_LEN = 131_072
+FIRST = 4
+"""The replicas of each pool at the beginning; more where `--scale` is above 1."""
 SETTINGS = ("minutes", "scale", "start_s", "season_s", "most", "seed", "strict")
 COPIES = {"azure": 8, "mooncake": 4}
 PER_S = 20.0
@@ -72,7 +74,7 @@ class Run:
     trace: str
     policy: str
     minutes: float
-    sizes: tuple[int, int] = (4, 4)
+    sizes: tuple[int, int] = (FIRST, FIRST)
     most: int = 60
     start_s: float = 60.0
     season_s: float | None = None
@@ -180,7 +182,8 @@ def _runs(options: argparse.Namespace) -> list[Run]:
     made = []
     for trace in options.traces:
         one = Run(trace, "", options.minutes, start_s=options.start_s, scale=options.scale, most=options.most)
-        one = replace(one, seed=options.seed, wave_s=options.season_s, strict=options.strict)
+        first = max(FIRST, round(FIRST * options.scale))
+        one = replace(one, seed=options.seed, wave_s=options.season_s, strict=options.strict, sizes=(first, first))
         made += [replace(one, policy=policy) for policy in options.policies]
         season_s = {"wave": options.season_s, "bursts": waves.EVERY_S}.get(trace)
         if season_s is not None and "baton" in options.policies:

@@ -136,7 +136,6 @@ async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
             assert answer.tokens == await whole(engines, known)
         await forget(engines, PREFILL)
     async with cluster(model, shape, pool()) as engines:
-
         engine: Any = engines.replicas[PREFILL]._engine
 
         async def is_heard_of() -> bool:

@@ -89,7 +89,7 @@ format: env ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: env ## run one benchmark: make bench NAME=serving|overhead|transfer|kv_reuse|placement|policies|scaling|offline|offline_virtual|lengths|simulator|chaos|soak|fuzz
+bench: env ## run one benchmark: make bench NAME=serving|overhead|transfer|kv_reuse|placement|policies|scaling|offline|offline_virtual|batches|lines|lengths|simulator|chaos|soak|fuzz
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=<module of load_tests/bench>" >&2; exit 2; }
 	$(BIN)/python -m load_tests.bench.$(NAME) $(ARGS)
 

@@ -35,8 +35,8 @@ and fresh snapshots; with eight ingresses that share a manager, and with eight t
 without admission. `load_tests/simulator/caches.py` describes the forms, and `summary` with them. All have the tier of
 `--tier-gb`. `caches` of a row says which form it is.
 
-`--traces hot` is not part of the benchmark by itself: most requests ask about one document, and then about the next.
-`hot_ttft_*` are of these requests.
+`--traces hot,documents` are not part of the benchmark by itself: most requests ask about one document, or four, and
+then about the next. `hot_ttft_*` are of these requests.
 
 **What to keep in mind.** Times of a trace are compressed to reach a rate, which brings the turns of a conversation
 closer together than they were. A large fleet is simulated for less time (`simulated_s`), with fewer policies and loads;

@@ -173,6 +173,16 @@ def documents(requests_per_s: float, count: int, seed: int, share: float = 0.75,
     return Trace("documents", BLOCK_TOKENS, tuple(requests))
 
 
+def lines(count: int, prompt: int, answer: int, at_s: float = 0.0) -> list[TraceRequest]:
+    """Lines of a batch, which come at once. Each has a prompt and an answer of its own, of so many tokens."""
+    made = []
+    for number in range(count):
+        blocks = range((number + 1) << 20, ((number + 1) << 20) + (prompt + answer) // BLOCK_TOKENS)
+        hashes, answered = tuple(blocks[: prompt // BLOCK_TOKENS]), tuple(blocks[prompt // BLOCK_TOKENS :])
+        made.append(TraceRequest(at_s + 0.001 * number, prompt, answer, hashes, "batch", answered))
+    return made
+
+
 def _turn(at_s: float, talk: int, prompt: int, answer: int, system_tokens: int) -> TraceRequest:
     """One turn, whose prompt and answer the next turn repeats."""
     whole, blocks = _hashes(talk, prompt + answer, system_tokens), prompt // BLOCK_TOKENS

@@ -41,12 +41,7 @@ class Ran:
 
 def lines_of(count: int, at_s: float = 0.0) -> list[TraceRequest]:
     """Lines that come at once, each with a prompt and an answer of its own."""
-    made = []
-    for number in range(count):
-        blocks = range((number + 1) << 20, ((number + 1) << 20) + (PROMPT + ANSWER) // BLOCK)
-        hashes, answered = tuple(blocks[: PROMPT // BLOCK]), tuple(blocks[PROMPT // BLOCK :])
-        made.append(TraceRequest(at_s + 0.001 * number, PROMPT, ANSWER, hashes, "batch", answered))
-    return made
+    return synthetic.lines(count, PROMPT, ANSWER, at_s)
 
 
 FLEET = heterogeneous(6, tier_bytes=TIER_BYTES)

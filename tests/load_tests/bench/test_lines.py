@@ -1,0 +1,24 @@
+"""The benchmark of lines beside a trace: its figures add up, in a small run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from load_tests.bench import lines
+
+
+def test_a_small_run_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    lines.main(["--trace", "poisson", "--replicas", "6", "--seconds", "16", "--alone", "400"])
+    said = capsys.readouterr()
+    row = json.loads(said.out.splitlines()[-1])
+    assert len(said.err.splitlines()) == 2
+    assert row["left_out"] > 0, "longer prompts than a line's"
+    assert row["requests_per_s"] == pytest.approx(0.5 * row["alone_per_s"]["online"], abs=0.2)
+    without, beside = row["without"], row["beside"]
+    assert without["lines_per_s"] == 0
+    assert 0 < beside["lines_per_s"] < row["alone_per_s"]["lines"]
+    assert row["of_idle"] == pytest.approx(beside["lines_per_s"] / (0.5 * row["alone_per_s"]["lines"]), abs=0.02)
+    assert without["attainment"] > 0.9
+    assert row["ratio"]["tpot_p50_s"] == pytest.approx(beside["tpot_p50_s"] / without["tpot_p50_s"], abs=0.01)

@@ -9,6 +9,8 @@ from load_tests.simulator.metrics import HOT
 from load_tests.simulator.traces import Trace, TraceRequest
 
 BLOCK_TOKENS = 128
+OF_LINES = 1 << 36
+"""The hashes of lines begin here: no other trace has those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ def lines(count: int, prompt: int, answer: int, at_s: float = 0.0) -> list[Trace
     """Lines of a batch, which come at once. Each has a prompt and an answer of its own, of so many tokens."""
     made = []
     for number in range(count):
-        blocks = range((number + 1) << 20, ((number + 1) << 20) + (prompt + answer) // BLOCK_TOKENS)
+        first = OF_LINES + (number << 20)
+        blocks = range(first, first + (prompt + answer) // BLOCK_TOKENS)
         hashes, answered = tuple(blocks[: prompt // BLOCK_TOKENS]), tuple(blocks[prompt // BLOCK_TOKENS :])
         made.append(TraceRequest(at_s + 0.001 * number, prompt, answer, hashes, "batch", answered))
     return made

@@ -86,6 +86,15 @@ async def hits(engines: RealEngines, tokens: list[int]) -> int:
     return engines.manager._allocator.predictors.index.hits(chained_hashes(tokens, BLOCK)).get(PREFILL, 0)
 
 
+async def are_known(engines: RealEngines, tokens: list[int], blocks: int) -> None:
+    """Wait until placement knows what the tiers have of a prompt."""
+
+    async def is_so() -> bool:
+        return await hits(engines, tokens) == blocks
+
+    await until(is_so)
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 async def test_prompts_that_left_prefills_memory_come_back_from_its_tiers(
     model: Path, tmp_path: Path, tier: str
@@ -98,7 +107,7 @@ async def test_prompts_that_left_prefills_memory_come_back_from_its_tiers(
             await forget(engines, PREFILL)
             if here:
                 await split(engines, known[:here])
-            assert (await hits(engines, known)) == kept // BLOCK, "placement knows what the tier has"
+            await are_known(engines, known, kept // BLOCK)
             before = await loaded(engines, PREFILL, tier)
             answer = await split(engines, known)
             assert await loaded(engines, PREFILL, tier) - before == min(kept, again - 1) // BLOCK - here // BLOCK
@@ -129,7 +138,7 @@ async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
             known = prompt(again)
             await split(engines, known[:kept])
             await forget(engines, PREFILL)
-            assert (await hits(engines, known)) == kept // BLOCK, "placement knows what the tiers have"
+            await are_known(engines, known, kept // BLOCK)
             before = await loaded(engines, PREFILL, "host")
             answer = await split(engines, known)
             assert await loaded(engines, PREFILL, "host") - before == kept // BLOCK

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from deployments.cluster.answer import Answer
 from deployments.cluster.batch import Batch
-from deployments.cluster.engine_request import FINISH, Remainder, fetched, part, pushed
+from deployments.cluster.engine_request import FINISH, Remainder, fetched, part, pushed, repeats
 from deployments.cluster.notices import Notices
 from deployments.cluster.port import Replicas
 from deployments.cluster.refusal import refusal
@@ -191,9 +191,16 @@ class Attempt:
         elif role is Role.DECODE and self.placement.prefill is not None and output.prefill_stats is not None:
             output.prefill_stats = self._prefill_stats  # prefill's counts are the request's
         self._answer.took(role, output, stamp_s)
+        if role is Role.PREFILL and output.finish_reason is FinishReason.LENGTH and self._is_repeating(output):
+            output.finish_reason, output.stop_reason = FinishReason.REPETITION, "repetition_detected"
         finish = None if output.finish_reason is None else FINISH[output.finish_reason]
         fault = (output.trace_headers or {}).get(FAULT, "")
         self._carry_out(self.session.output(role, output, finish, fault))
+
+    def _is_repeating(self, prefilled: EngineCoreOutput) -> bool:
+        """Whether the answer is over with prefill's token. Decode does not look at it. Pulled KV comes without one."""
+        tokens = [*self._answer.sent, *prefilled.new_token_ids]
+        return self._means.handoff is Handoff.PUSHED and repeats(self._left.request, tokens)
 
     def running_on(self) -> list[tuple[Role, ReplicaInfo]]:
         """The replicas that it runs on; none when it is over."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from deployments.checkpoint.adapter import engine_name
@@ -193,6 +194,18 @@ def part(
     params.extra_args = {name: value for name, value in told.items() if value is not None} or None
     part.sampling_params = params
     return part
+
+
+def repeats(request: EngineCoreRequest, tokens: Sequence[int]) -> bool:
+    """Whether the answer of a request is over with these tokens, because it repeats itself.
+
+    Prefill's part is over after one token by its own limit. vLLM looks at that first, and so it does not say this.
+    """
+    params = request.sampling_params
+    assert params is not None
+    if params.repetition_detection is None or not params.min_tokens <= len(tokens) < (params.max_tokens or 0):
+        return False
+    return bool(check_sequence_repetition(tokens, params.repetition_detection))
 
 
 def remainder(request: EngineCoreRequest, sent: Sequence[int], attempt: int) -> EngineCoreRequest:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from deployments.cluster.engine_request import (
@@ -17,6 +17,7 @@ from deployments.cluster.engine_request import (
     name_adapter,
     part,
     remainder,
+    repeats,
     session_request,
 )
 from deployments.cluster.request_context import RequestContext
@@ -178,3 +179,24 @@ def test_what_is_placed_again_is_the_request_with_what_was_answered(sent: tuple[
 def test_a_last_token_is_prefill_work_alone() -> None:
     request = EngineCoreRequest("r", PROMPT, None, SamplingParams(max_tokens=3), None, 0.0, None, None, None)
     assert session_request(Remainder(2, request, (1, 2)), None, Handoff.PUSHED, 16, "r").rule == "one_token"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limits", "over"),
+    [
+        ([1, 7, 7, 7], {}, True),
+        ([7, 7, 1, 7], {}, False),
+        ([7, 7], {}, False),
+        ([7, 7, 7], {"min_tokens": 4}, False),
+        ([7, 7, 7], {"max_tokens": 3}, False),
+        ([7, 7, 7], {"repetition_detection": None}, False),
+    ],
+)
+def test_an_answer_that_repeats_itself_is_over_with_prefills_token(
+    tokens: list[int], limits: dict[str, Any], over: bool
+) -> None:
+    """As vLLM has it: not before the least number of tokens, and the limit is named before the repetition."""
+    wanted = {"max_tokens": 7, "repetition_detection": RepetitionDetectionParams(1, 1, min_count=3)}
+    request = plain()
+    request.sampling_params = SamplingParams(**{**wanted, **limits})
+    assert repeats(request, tokens) is over

@@ -22,6 +22,7 @@ import torch._dynamo.config
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.platforms import current_platform
 from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.engine import FinishReason
 
 from configs.schema import BatonConfig, ModelConfig, PlacementConfig, PoolConfig, VllmEngineConfig
 from deployments.engine.build import environment
@@ -265,6 +266,23 @@ async def test_a_crowd_is_moved_about_and_nothing_is_computed_again(model: Path)
         assert sum(computed) == 0
         await engines.all_is_free()
         assert (await engines.manager.ask(Status()))["sessions"]["closed"].get("lost", 0) == 0
+
+
+async def test_an_answer_that_moves_before_its_last_token_ends_where_it_would_have_ended(model: Path) -> None:
+    """The replica that it leaves samples that token, the ninth of one kind, for the one that it goes to."""
+    sampling = {"allowed_token_ids": [7], "repetition_detection": RepetitionDetectionParams(1, 1, min_count=9)}
+    async with cluster(model, pool(), pool(), pool()) as engines:
+        for _ in range(50):
+            answer = await (await engines.ask(prompt(100), max_tokens=50, **sampling)).has(8)
+            in_time = len(answer.tokens) == 8 and answer.reason is None
+            moved = sum([engines.replicas[each].move_out() for each in (SMALL, LARGE)])
+            await answer.over()
+            assert (answer.tokens, answer.reason) == ([7] * 9, FinishReason.REPETITION)
+            if in_time and moved:
+                break
+        else:
+            raise AssertionError("no answer moved before its last token")
+        await engines.all_is_free()
 
 
 async def test_without_a_block_to_spare_a_moved_session_computes_again(model: Path) -> None:

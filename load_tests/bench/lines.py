@@ -23,14 +23,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from load_tests.harness.machine import conditions
 from load_tests.simulator import synthetic
 from load_tests.simulator.cluster import Options
 from load_tests.simulator.experiment import load_trace, make_allocator
-from load_tests.simulator.metrics import Classes, Objectives, Record
-from load_tests.simulator.profiles import heterogeneous
+from load_tests.simulator.metrics import Classes, Objectives, Record, summarise
+from load_tests.simulator.profiles import Cluster, heterogeneous
 from load_tests.simulator.simulation import Simulation
 from load_tests.simulator.traces import Trace, TraceError, TraceRequest
 
@@ -39,7 +37,6 @@ ONLINE = Objectives("chat", ttft_s=2.0, tpot_s=0.05, most_prompt_tokens=PROMPT -
 BESIDE: Classes = (ONLINE, Objectives("batch", 1e9, 1e9, yields=True))
 UNPROMISED: Classes = (replace(ONLINE, ttft_s=1e9, tpot_s=1e9), replace(BESIDE[1], yields=False))
 TIER_BYTES = 200e9
-MAX_MODEL_LEN = 131_072
 EARLY, LATE = 0.1, 0.8
 """Of requests that come at once, the parts that are answered before and after a fleet's rate is taken."""
 LATENCIES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
@@ -48,7 +45,7 @@ LATENCIES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The whole benchmark. Raises TraceError when the trace cannot be read."""
     before = conditions()
-    whole = load_trace(options.trace, MAX_MODEL_LEN)
+    whole = load_trace(options.trace, _fleet(options).max_model_len)
     trace = replace(whole, requests=tuple(each for each in whole.requests if each.prompt_tokens < PROMPT))
     alone = {"online": _all_at_once(options, trace.scaled(1e6, options.alone).requests)}
     alone["lines"] = _all_at_once(options, synthetic.lines(options.alone, PROMPT, ANSWER))
@@ -74,15 +71,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _row(options: argparse.Namespace, online: Sequence[TraceRequest], lines: Sequence[TraceRequest]) -> dict[str, Any]:
     records = _simulate(options, (*online, *lines), BESIDE)
-    from_s, until_s = options.seconds / 2, online[-1].at_s
-    mine = [each for each in records if each.prompt_tokens < PROMPT and each.at_s >= from_s]
-    served = [each for each in mine if not each.refused]
-    ends = [_end_s(each) for each in records if each.prompt_tokens == PROMPT and not each.refused]
-    percentiles = np.percentile([(each.ttft_s, each.tpot_s) for each in served], (50, 99), axis=0).T.flatten()
+    found = summarise([each for each in records if each.prompt_tokens < PROMPT], BESIDE)
+    from_s, until_s = found["warmup_s"], online[-1].at_s
+    ends = [each.end_s for each in records if each.prompt_tokens == PROMPT and not each.refused]
     row = {
-        "attainment": round(sum(each.meets(BESIDE) for each in mine) / len(mine), 4),
-        "refused": len(mine) - len(served),
-        **{name: round(float(value), 4) for name, value in zip(LATENCIES, percentiles, strict=True)},
+        "attainment": round(found["goodput"] / found["offered"], 4),
+        **{name: found[name] for name in ("refused", *LATENCIES)},
         "lines_per_s": round(sum(from_s <= end_s <= until_s for end_s in ends) / (until_s - from_s), 2),
     }
     print(f"{'beside' if lines else 'without'} lines: {row}", file=sys.stderr, flush=True)
@@ -91,25 +85,21 @@ def _row(options: argparse.Namespace, online: Sequence[TraceRequest], lines: Seq
 
 def _all_at_once(options: argparse.Namespace, requests: Iterable[TraceRequest]) -> float:
     """The requests that the fleet answers in a second when it has all of them from the beginning."""
-    ends = sorted(map(_end_s, _simulate(options, [replace(each, at_s=0.0) for each in requests], UNPROMISED)))
+    ends = sorted(each.end_s for each in _simulate(options, [replace(each, at_s=0.0) for each in requests], UNPROMISED))
     early, late = (round(part * len(ends)) for part in (EARLY, LATE))
     return (late - early) / (ends[late] - ends[early])
 
 
-def _end_s(record: Record) -> float:
-    return record.at_s + record.ttft_s + record.tpot_s * (record.output_tokens - 1)
-
-
-def _simulate(options: argparse.Namespace, requests: Iterable[TraceRequest], classes: Classes) -> tuple[Record, ...]:
+def _simulate(options: argparse.Namespace, requests: Iterable[TraceRequest], classes: Classes) -> Sequence[Record]:
     """The records of these requests."""
     ordered = tuple(sorted(requests, key=lambda request: request.at_s))
     settings = replace(Options(), queue_timeout_s=1e5, max_queued_requests=10**6, seed=options.seed)
-    fleet = heterogeneous(options.replicas, prefill=options.prefill, tier_bytes=TIER_BYTES)
-    return tuple(
-        Simulation(fleet, Trace("both", synthetic.BLOCK_TOKENS, ordered), classes, settings, make_allocator)
-        .run()
-        .records
-    )
+    trace = Trace("both", synthetic.BLOCK_TOKENS, ordered)
+    return Simulation(_fleet(options), trace, classes, settings, make_allocator).run().records
+
+
+def _fleet(options: argparse.Namespace) -> Cluster:
+    return heterogeneous(options.replicas, prefill=options.prefill, tier_bytes=TIER_BYTES)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -56,6 +56,11 @@ class Record:
     mode: str = ""
     client: str = ""
 
+    @property
+    def end_s(self) -> float:
+        """When its last token came. Of a request that was served."""
+        return self.at_s + self.ttft_s + self.tpot_s * (self.output_tokens - 1)
+
     def meets(self, classes: Classes) -> bool:
         """Whether the request was served, and within both objectives of its class."""
         objectives = class_of(classes, self.prompt_tokens)

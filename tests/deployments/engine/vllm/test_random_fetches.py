@@ -235,12 +235,16 @@ async def kill(crowd: Crowd, fetches: int) -> None:
 
 
 async def until_tiers_are_hit(crowd: Crowd) -> None:
-    """Ask the tiered engine for more than its memory holds, in turns, until it has loaded a block."""
+    """Ask the tiered engine for more than its memory holds, in turns, until it has loaded a block.
+
+    Only full blocks count: a block that is not full is not kept, and takes no room from one that is.
+    """
     made, some, blocks = crowd.engines.running[TIERED], list[int](), 0
     for number in range(0, len(crowd.prompts), MEMBERS):
         if blocks <= BLOCKS + HOST_BLOCKS:
             some.append(number)
-            blocks += blocks_for(len(crowd.prompts[number]) + TOKENS, BLOCK)
+            blocks += len(crowd.prompts[number]) // BLOCK
+    assert blocks > BLOCKS, "else all stay in the engine's memory"
     before = await made.engine.counters()
     for turn in range(TURNS):
         for number in some:

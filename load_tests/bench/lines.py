@@ -1,13 +1,15 @@
 """Lines of a batch beside an online trace, on the simulator's GPUs: what the trace loses, and what the lines get.
 
-`make bench NAME=lines`, a few minutes; `--quick` half a minute. Progress goes to stderr; the last line of stdout is one
-JSON object.
+`make bench NAME=lines`, about five minutes; `--quick` half a minute. Progress goes to stderr; the last line of stdout is
+one JSON object.
 
 **What runs.** The real allocator over simulated replicas (`load_tests/simulator/profiles.py`), each with a tier of
-200 GB. `alone_per_s`: what the fleet answers of the trace and of lines when all come at once, nothing else does and
-nothing is promised. Then the trace runs at `--share` of that, twice: alone, and with lines that are there from the
-beginning and never run out. Lines have the class that yields. A class is told by its prompts' length here, so a line
-has more prompt tokens than any request of the trace; the few longer ones of the trace are left out (`left_out`).
+200 GB. `alone_per_s`: what the fleet answers of the trace and of lines where nothing else comes. Of lines: when all
+come at once. Of the trace: at the fastest pace at which 99% are within both objectives; the paces that are tried are
+parts of `at_once_per_s`, what the fleet answers when all come at once and nothing is promised. Then the trace runs at
+`--share` of its own pace, twice: alone, and with lines that are there from the beginning and never run out. Lines have
+the class that yields. A class is told by its prompts' length here, so a line has more prompt tokens than any request of
+the trace; the few longer ones of the trace are left out (`left_out`).
 
 **What is measured**, of what comes or ends in the second half of the time. `attainment`: the share of the trace's
 requests within both objectives. `ratio`: latencies beside lines over those without. `lines_per_s`; `of_idle`: that over
@@ -39,6 +41,9 @@ UNPROMISED: Classes = (replace(ONLINE, ttft_s=1e9, tpot_s=1e9), replace(BESIDE[1
 TIER_BYTES = 200e9
 EARLY, LATE = 0.1, 0.8
 """Of requests that come at once, the parts that are answered before and after a fleet's rate is taken."""
+WITHIN = 0.99
+"""Of a trace's requests, the share that a fleet answers within both objectives at a pace that it keeps up with."""
+PARTS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 LATENCIES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 
 
@@ -47,7 +52,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     before = conditions()
     whole = load_trace(options.trace, _fleet(options).max_model_len)
     trace = replace(whole, requests=tuple(each for each in whole.requests if each.prompt_tokens < PROMPT))
-    alone = {"online": _all_at_once(options, trace.scaled(1e6, options.alone).requests)}
+    at_once_per_s = _all_at_once(options, trace.scaled(1e6, options.alone).requests)
+    alone = {"online": _within_objectives(options, trace, at_once_per_s)}
     alone["lines"] = _all_at_once(options, synthetic.lines(options.alone, PROMPT, ANSWER))
     rate = options.share * alone["online"]
     online = trace.scaled(rate, round(rate * options.seconds)).requests
@@ -58,6 +64,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "trace": options.trace,
         "requests_per_s": round(rate, 1),
         "left_out": len(whole.requests) - len(trace.requests),
+        "at_once_per_s": round(at_once_per_s, 1),
         "alone_per_s": {name: round(value, 1) for name, value in alone.items()},
         **rows,
         "ratio": {name: round(rows["beside"][name] / rows["without"][name], 3) for name in LATENCIES},
@@ -71,7 +78,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _row(options: argparse.Namespace, online: Sequence[TraceRequest], lines: Sequence[TraceRequest]) -> dict[str, Any]:
     records = _simulate(options, (*online, *lines), BESIDE)
-    found = summarise([each for each in records if each.prompt_tokens < PROMPT], BESIDE)
+    found = _of_trace(records)
     from_s, until_s = found["warmup_s"], online[-1].at_s
     ends = [each.end_s for each in records if each.prompt_tokens == PROMPT and not each.refused]
     row = {
@@ -81,6 +88,21 @@ def _row(options: argparse.Namespace, online: Sequence[TraceRequest], lines: Seq
     }
     print(f"{'beside' if lines else 'without'} lines: {row}", file=sys.stderr, flush=True)
     return row
+
+
+def _of_trace(records: Sequence[Record]) -> dict[str, Any]:
+    return summarise([each for each in records if each.prompt_tokens < PROMPT], BESIDE)
+
+
+def _within_objectives(options: argparse.Namespace, trace: Trace, at_once_per_s: float) -> float:
+    """The fastest of some paces of the trace, in requests per second, at which the fleet keeps both objectives."""
+    for part in PARTS:
+        rate = part * at_once_per_s
+        found = _of_trace(_simulate(options, trace.scaled(rate, round(rate * options.seconds)).requests, BESIDE))
+        print(f"at {rate:.0f} a second: {found['goodput'] / found['offered']:.3f}", file=sys.stderr, flush=True)
+        if found["goodput"] >= WITHIN * found["offered"]:
+            return rate
+    raise TraceError(f"the objectives are not kept at {PARTS[-1]:g} of what comes at once")
 
 
 def _all_at_once(options: argparse.Namespace, requests: Iterable[TraceRequest]) -> float:
@@ -107,10 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="load_tests.bench.lines", description="a batch beside a trace, simulated")
     parser.add_argument("--quick", action="store_true", help="a few seconds of a small fleet")
     parser.add_argument("--trace", default="azure", help="a file's beginning, or a made trace")
-    parser.add_argument("--share", type=float, default=0.5, help="of what the fleet answers, that the trace asks for")
+    parser.add_argument("--share", type=float, default=0.5, help="of what the fleet answers within its objectives")
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--prefill", type=int, help="so many of the replicas prefill; default: 11 of 16")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the trace; the second half counts")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the trace; the second half counts")
     parser.add_argument("--alone", type=int, default=4000, help="requests that come at once, to see what is answered")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -13,7 +13,11 @@ def test_a_small_run_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     lines.main(["--trace", "poisson", "--replicas", "6", "--seconds", "16", "--alone", "400"])
     said = capsys.readouterr()
     row = json.loads(said.out.splitlines()[-1])
-    assert len(said.err.splitlines()) == 2
+    *paces, _, _ = said.err.splitlines()
+    assert len(paces) >= 1
+    assert all(float(pace.split()[-1]) < 0.99 for pace in paces[:-1]), "the fastest pace that is kept up with"
+    assert float(paces[-1].split()[-1]) >= 0.99
+    assert row["alone_per_s"]["online"] < row["at_once_per_s"]
     assert row["left_out"] > 0, "longer prompts than a line's"
     assert row["requests_per_s"] == pytest.approx(0.5 * row["alone_per_s"]["online"], abs=0.2)
     without, beside = row["without"], row["beside"]

@@ -1,7 +1,7 @@
 """Lines of a batch beside an online trace, on the simulator's GPUs: what the trace loses, and what the lines get.
 
-`make bench NAME=lines`, about five minutes; `--quick` half a minute. Progress goes to stderr; the last line of stdout is
-one JSON object.
+`make bench NAME=lines`, about five minutes; `--quick` half a minute. Progress goes to stderr; the last line of stdout
+is one JSON object.
 
 **What runs.** The real allocator over simulated replicas (`load_tests/simulator/profiles.py`), each with a tier of
 200 GB. `alone_per_s`: what the fleet answers of the trace and of lines where nothing else comes. Of lines: when all

@@ -35,28 +35,34 @@ class OpenSession:
     since_s: float
 
 
+Taking = tuple[bool, ...]
+"""Which of the pools that have limits take a request."""
+
+
 @dataclass(slots=True)
 class Tried:
-    """What one pass over the waiting requests has tried: `why` a request of `none_for_tokens` tokens found no room.
+    """What one pass over the waiting requests has tried: the fewest tokens for which one found no room, and why.
 
-    A request that needs as many tokens or more finds none either, so the pass does not try it. `no_turn`: the classes
-    of which a request had room but no turn, with the reason. How long a queue it may join depends on its class alone.
+    A request that needs as many tokens or more finds none either, where the same pools take it, so the pass does not
+    try it. `no_turn`: the classes of which a request had room but no turn, with the reason. How long a queue it may
+    join depends on its class alone.
     """
 
-    none_for_tokens: float = math.inf
-    why: Queue | None = None
-    no_turn: dict[str, Queue] = field(default_factory=dict)
+    no_room: dict[Taking, tuple[int, Queue]] = field(default_factory=dict)
+    no_turn: dict[tuple[Taking, str], Queue] = field(default_factory=dict)
 
-    def known(self, tokens: int, class_name: str) -> Queue | None:
+    def known(self, taking: Taking, tokens: int, class_name: str) -> Queue | None:
         """Why such a request finds no place, where this pass knows that already."""
-        return self.why if tokens >= self.none_for_tokens else self.no_turn.get(class_name)
+        least, why = self.no_room.get(taking, (math.inf, None))
+        return why if tokens >= least else self.no_turn.get((taking, class_name))
 
-    def note(self, tokens: int, class_name: str, why: Queue) -> None:
+    def note(self, taking: Taking, tokens: int, class_name: str, why: Queue) -> None:
         """A request found no place."""
         if why.for_turn:
-            self.no_turn[class_name] = why
+            self.no_turn[taking, class_name] = why
         else:
-            self.none_for_tokens, self.why = min(tokens, self.none_for_tokens), why
+            least, _ = self.no_room.get(taking, (tokens, why))
+            self.no_room[taking] = min(tokens, least), why
 
 
 @dataclass(slots=True)
@@ -200,12 +206,13 @@ class Decider:
     def try_again(self, session: OpenSession, view: View, tried: Tried, now_s: float, retry_after_s: float) -> Decision:
         """Where a waiting session goes now, if anywhere. `tried`: of this pass; it is brought up to date."""
         name, tokens = self.classes.resolve(session.request.priority).name, most_tokens(session.request)
-        why = None if self.settings.limits else tried.known(tokens, name)
+        taking = tuple(each.take(session.request) for each in self.settings.limits.values())
+        why = tried.known(taking, tokens, name)
         if why is None:
             decision = self.decide(session, view, now_s)
             if not isinstance(decision, Queue):
                 return decision
-            tried.note(tokens, name, why := decision)
+            tried.note(taking, tokens, name, why := decision)
         return self._refuse_waiting(session, why, now_s, retry_after_s) or why
 
     def _refuse_waiting(self, session: OpenSession, why: Queue, now_s: float, retry_after_s: float) -> Reject | None:

@@ -10,7 +10,7 @@ import pytest
 
 from configs.schema import BatonConfig, ClassConfig, MockEngineConfig, PlacementConfig, PoolConfig
 from deployments.fleet.columns import ReplicaView
-from deployments.fleet.view import FleetView, LiveView
+from deployments.fleet.view import FleetView, LiveView, View
 from deployments.messages import Admit, Mode, Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.decider import Decider, OpenSession, Tried, settings_of
 from deployments.policy.placement.knowledge import Knowledge
@@ -97,14 +97,32 @@ def test_a_request_is_refused_when_the_wait_behind_others_is_predicted_to_be_too
 
 
 def test_a_pass_tries_no_request_again_that_finds_neither_room_nor_turn() -> None:
-    tried, no_turn = Tried(), Queue("busy", for_turn=True)
-    tried.note(500, "chat", SHORT)
-    tried.note(100, "chat", no_turn)
-    assert tried.known(500, "batch") == SHORT
-    assert tried.known(400, "chat") == no_turn
-    assert tried.known(400, "batch") is None, "a class with another objective may join a longer queue"
-    tried.note(300, "batch", SHORT)
-    assert tried.known(300, "batch") == SHORT
+    tried, no_turn, all_pools = Tried(), Queue("busy", for_turn=True), (True, True)
+    tried.note(all_pools, 500, "chat", SHORT)
+    tried.note(all_pools, 100, "chat", no_turn)
+    assert tried.known(all_pools, 500, "batch") == SHORT
+    assert tried.known(all_pools, 400, "chat") == no_turn
+    assert tried.known(all_pools, 400, "batch") is None, "a class with another objective may join a longer queue"
+    tried.note(all_pools, 300, "batch", SHORT)
+    assert tried.known(all_pools, 300, "batch") == SHORT
+    assert tried.known((True, False), 500, "chat") is None, "other pools take it"
+
+
+def test_a_pass_tries_one_of_many_requests_that_the_same_pools_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried_tokens = list[int]()
+
+    def decide(deciding: Decider, asked: OpenSession, view: View, now_s: float) -> Queue:
+        tried_tokens.append(asked.request.prompt_tokens)
+        return SHORT
+
+    monkeypatch.setattr(Decider, "decide", decide)
+    deciding, tried = decider(), Tried()
+    assert deciding.settings.limits["decode-small"].max_prompt_tokens == 1000
+    for tokens in (160, 160, 900, 1001, 1200, 100):
+        assert deciding.try_again(session(tokens=tokens), view(0), tried, 0.5, 2.0) == SHORT
+    assert tried_tokens == [160, 1001, 100], (
+        "the first that the small pool takes, the first that it does not, a smaller one"
+    )
 
 
 def test_a_request_takes_half_its_objective_in_a_queue_and_its_prefill() -> None:

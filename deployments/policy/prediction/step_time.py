@@ -140,7 +140,8 @@ class StepModel:
     - No factor is negative, and while there are few steps, none is far from 1: it is the best fit within these bounds.
     - A step of as many sequences as there are `seats` (0: not known) takes at least what so many prompt tokens take,
       which pass the same layers. Where reading the weights is what takes a small step's time, a few sequences seem to
-      add nothing. Without this bound, any number of them would seem to.
+      add nothing. Without this bound, any number of them would seem to. It counts once steps with prompts were seen:
+      what the prior says of prompts bounds nothing.
     - When most of the last steps err in the same direction, the machine has changed: the factors are scaled by that
       error, and are then only as certain as the prior was.
 
@@ -151,6 +152,7 @@ class StepModel:
     USUAL_ERROR = 0.3  # before there is a median
     HUBER = 1.5
     CHANGED_AT = 0.25
+    PROMPTS_SEEN = 1.0  # about what one step of nothing but prompts tells
     RECENT = 128
     BATCH = 32
 
@@ -164,6 +166,7 @@ class StepModel:
         self._errors: deque[float] = deque(maxlen=self.RECENT)
         self._pending: list[tuple[float, ...]] = []
         self._count = 0
+        self._prompts_seen = 0.0
         self._coefficients = prior
 
     @property
@@ -200,10 +203,11 @@ class StepModel:
         before = self._faded(len(seconds))
         self._information = before + weighted @ terms
         self._count += len(seconds)
+        self._prompts_seen += float(weighted[TOKEN] @ terms[:, TOKEN])
         reach = 1.0 + 0.25 * self._count
         low, high = self._start / reach, np.maximum(self._start, 1.0) * reach
         vector = before @ self._factors + weighted @ relative
-        if self._seats:
+        if self._seats and self._prompts_seen >= self.PROMPTS_SEEN:
             token_s, base_s = (self._factors * self._scale)[[TOKEN, BASE]]
             least = (token_s - base_s / self._seats) / self._scale[SEQUENCE]
             low[SEQUENCE] = np.clip(least, low[SEQUENCE], high[SEQUENCE])

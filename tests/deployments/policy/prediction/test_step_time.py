@@ -165,6 +165,23 @@ def test_a_step_with_all_seats_taken_takes_what_so_many_prompt_tokens_take_howev
     assert (learned.step_s(0, 0, 32, 0) > 0.95 * 32 * learned.prefill_token_s) is bool(seats)
 
 
+def test_what_the_prior_says_of_prompts_bounds_no_step() -> None:
+    """A strict decode pool computes no prompts. On an unknown device its prior may be several times too slow."""
+    true, rng = scaled((0.25, 0.1, 0.1, 0.1, 0.25)), random.Random(7)
+    learned = {seats: StepModel(PRIOR, seats=seats) for seats in (0, 64)}
+    for _ in range(400):
+        sequences = rng.randint(8, 64)
+        step = StepSample(0.0, decode_sequences=sequences, decode_context=rng.randint(100, 400) * sequences)
+        for model in learned.values():
+            model.observe(timed(step, seconds(true, step)))
+    assert learned[64].coefficients == learned[0].coefficients
+    prompt = StepSample(0.0, prefill_tokens=200, prefill_context=0)
+    for _ in range(64):
+        learned[64].observe(timed(prompt, seconds(true, prompt)))
+    assert learned[64].coefficients.prefill_token_s < 0.2 * PRIOR.prefill_token_s
+    assert learned[64].coefficients.step_s(0, 0, 64, 0) > 0.95 * 64 * learned[64].coefficients.prefill_token_s
+
+
 def test_what_one_kind_of_step_taught_outlasts_a_long_time_of_another() -> None:
     true, rng, model = scaled((1, 3, 1, 1, 1)), random.Random(5), StepModel(PRIOR)
     for sample in samples(true, 1000, rng):

@@ -84,22 +84,33 @@ def _descriptors() -> dict[int, str]:
     return open_now
 
 
+def _described(descriptor: int, link: str) -> str:
+    """With a socket's addresses, by which one sees whose it is."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as same:
+            return repr(same)
+    except OSError:
+        return f"{descriptor}: {link}"
+
+
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fail a test that leaves a thread of ours or an open file descriptor behind.
 
     Ask for it first, before anything is opened, so that it looks after everything else is closed.
     """
-    threads, descriptors = _threads(), len(_descriptors())
+    threads, descriptors = _threads(), _descriptors()
     yield
     deadline = time.monotonic() + SETTLE_S
     while True:
         left, open_now = _threads() - threads, _descriptors()
-        if not left and len(open_now) <= descriptors:
+        if not left and len(open_now) <= len(descriptors):
             return
         gc.collect()
         if time.monotonic() > deadline:
-            pytest.fail(f"left behind: threads {left}; {len(open_now) - descriptors} more of {open_now}")
+            new = [_described(*each) for each in open_now.items() - descriptors.items()]
+            more = len(open_now) - len(descriptors)
+            pytest.fail(f"left behind: threads {left}; {more} more descriptors, of {new}")
         time.sleep(0.02)
 
 

@@ -140,6 +140,8 @@ async def measure(peer: Peer, streams: int, options: argparse.Namespace) -> dict
         await asyncio.sleep(end_s - begun_s)
         after, ended_s, stolen_share = usage(peer), client.now_s(), stolen.share()
         answers = await running
+    for error in sorted({answer.error for answer in answers if answer.error}):
+        print(f"  an answer failed: {error}", file=sys.stderr, flush=True)
     found = row(answers, begun_s, ended_s, used_between(before, after), options.step_s)
     return found | {"stolen_share": rounded(stolen_share)}
 

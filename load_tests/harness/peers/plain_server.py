@@ -52,4 +52,11 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)
     options = parser.parse_args()
-    uvicorn.run(application(options.step_s), host="127.0.0.1", port=options.port, log_level="warning", access_log=False)
+    uvicorn.run(
+        application(options.step_s),
+        host="127.0.0.1",
+        port=options.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=600,  # by default 5 s: a client that stands still for so long sends into a closed connection
+    )

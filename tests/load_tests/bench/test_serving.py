@@ -142,12 +142,13 @@ def test_overhead_measures_a_plain_server_and_says_what_failed(
     monkeypatch.setattr(overhead, "settings", lambda: MADE)
     monkeypatch.setitem(doubles.DOUBLES, "vllm", broken)
     overhead.main(["--peers=starlette,vllm", "--streams=1,4", "--seconds=3", "--step-s=0.002"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr()
+    result = json.loads(said.out.splitlines()[-1])
     assert set(result["by_streams"]) == {"1", "4"}
     assert result["by_streams"]["4"]["vllm"] is None
     assert "did not start" in result["failures"]["vllm"]
     row = result["by_streams"]["4"]["starlette"]
-    assert row["failed"] == 0
+    assert row["failed"] == 0, said.err
     assert row["cpu_us_per_token"] > 0
     assert row["requests_per_s"] > 0
     assert row["added_ms_p99"] >= 0

@@ -23,6 +23,7 @@ from deployments.serve.router import PlacedRouter
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(400)]
 
 APPEAR_S = 15.0
+BEGUN = ".begun"
 
 
 class Echo:
@@ -36,7 +37,8 @@ class Echo:
         return self.replica_id
 
     async def run_until(self, asked: Locate, path: str) -> str:
-        """Answers when there is such a file."""
+        """Answers when there is such a file. Another one, with the suffix `BEGUN`, says that this has begun."""
+        await asyncio.to_thread(Path(path).with_suffix(BEGUN).touch)
         while not await asyncio.to_thread(Path(path).exists):
             await asyncio.sleep(0.1)
         return self.replica_id
@@ -149,10 +151,11 @@ async def test_a_full_replica_refuses_and_the_call_is_not_sent_elsewhere(cluster
     released = tmp_path / "released"
     first = asyncio.ensure_future(_held(handle, named(name, 1), released))
     async with asyncio.timeout(120):
-        while not (error := await _failure(handle, named(name, 2))):  # the first may not be there yet
-            if first.done() and first.exception():  # or was refused, as the second was there
+        while not released.with_suffix(BEGUN).exists():
+            if first.done() and first.exception():  # the call before still had the place
                 first = asyncio.ensure_future(_held(handle, named(name, 1), released))
             await asyncio.sleep(0.1)
+        error = await _failure(handle, named(name, 2))
     assert "refused session s2" in str(error)
     assert not first.done()
     released.touch()

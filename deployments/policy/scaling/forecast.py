@@ -13,6 +13,9 @@ LOOK_S = 60.0
 """Two means over so long give the trend."""
 SURE = 3.0
 """A trend counts where it is over so many standard deviations of counting."""
+SHRUNK = 2.0
+"""A trend of `d` standard deviations counts as one of `d - SHRUNK**2 / d`: Breiman's non-negative garrote. Chance makes
+a trend that is barely sure look larger than it is; one that is far beyond chance keeps nearly all of its size."""
 MOST_BY_TREND, MOST_BY_SEASON = 2.0, 4.0
 """The most that the load is expected to grow to within one start, as a multiple."""
 BINS = 144
@@ -43,21 +46,23 @@ class Forecast:
         if self._season_s is not None:
             self._note(at_s, per_s, self._season_s)
 
-    def growth(self, at_s: float, ahead_s: float) -> float:
-        """The largest load within `ahead_s`, as a multiple of the load now; at least 1."""
-        trend = min(self._trend(at_s, ahead_s), MOST_BY_TREND)
+    def growth(self, at_s: float, ahead_s: float, burst: float = 1.0) -> float:
+        """The largest load within `ahead_s`, as a multiple of the load now; at least 1. `burst`: see `History`."""
+        trend = min(self._trend(at_s, ahead_s, burst), MOST_BY_TREND)
         return max(1.0, trend, min(self._seasonal(at_s, ahead_s), MOST_BY_SEASON))
 
-    def _trend(self, at_s: float, ahead_s: float) -> float:
+    def _trend(self, at_s: float, ahead_s: float, burst: float) -> float:
         middle = next((look for look in self._counts if look[0] >= at_s - LOOK_S), None)
         if middle is None or middle[0] - self._counts[0][0] < LOOK_S / 2 or at_s <= middle[0]:
             return 1.0
         (first_s, first), (middle_s, half), (_, last) = self._counts[0], middle, self._counts[-1]
         before, now = (half - first) / (middle_s - first_s), (last - half) / (at_s - middle_s)
-        noise = math.sqrt(before / (middle_s - first_s) + now / (at_s - middle_s))
-        if now - before <= SURE * noise or now <= 0.0:
+        noise = math.sqrt(burst * (before / (middle_s - first_s) + now / (at_s - middle_s)))
+        risen = now - before
+        if risen <= SURE * noise or now <= 0.0:
             return 1.0
-        slope = (now - before) / ((at_s - first_s) / 2)
+        risen -= (SHRUNK * noise) ** 2 / risen
+        slope = risen / ((at_s - first_s) / 2)
         return 1.0 + slope * (ahead_s + (at_s - middle_s) / 2) / now
 
     def _note(self, at_s: float, per_s: float, season_s: float) -> None:

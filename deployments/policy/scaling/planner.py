@@ -49,7 +49,7 @@ class Planner:
         """The sizes of all pools from now on. Call it every `scaling.interval_s`, with times that do not go back."""
         pools = self._look(now)
         start_s = max(self._starts.takes_s(name) for name in pools)
-        growth = self._forecast.growth(now.at_s, start_s + self._config.interval_s)
+        growth = self._forecast.growth(now.at_s, start_s + self._config.interval_s, self._history.burst)
         loads = self._loads.of(now, pools, self._history, growth, start_s)
         draft, carried = Draft(now, pools, growth), 1.0
         for group in self._groups:

@@ -146,6 +146,24 @@ def test_a_trend_grows_with_the_time_ahead() -> None:
     assert far == pytest.approx((10 + 39 + 12) / 43.5, abs=0.1), "43.5 is the mean of the last minute"
 
 
+def rising(before: float, now: float, burst: float = 1.0) -> float:
+    """The growth that is expected in a minute, where so many requests a second came in one minute and in the next."""
+    forecast, total = Forecast(None, 5.0), 0.0
+    for number in range(25):
+        total += 5.0 * (before if number <= 12 else now) if number else 0.0
+        forecast.look(5.0 * number, total, 0.0)
+    return forecast.growth(120.0, 60.0, burst)
+
+
+def test_a_trend_that_chance_may_have_made_counts_for_less() -> None:
+    """From 20 to 22.7 a second is 3.2 standard deviations in minutes; from 2,000 to 2,270 it is 32."""
+    whole = 1.0 + (2.7 / 60) * (60.0 + 30.0) / 22.7
+    assert rising(2000.0, 2270.0) == pytest.approx(whole, abs=0.003)
+    assert 1.0 + 0.5 * (whole - 1.0) < rising(20.0, 22.7) < 1.0 + 0.7 * (whole - 1.0)
+    assert rising(20.0, 22.7, burst=1.3) == 1.0, "where arrivals vary more than independent ones, that is chance"
+    assert rising(20.0, 21.0) == 1.0
+
+
 def test_what_came_in_the_last_season_comes_again() -> None:
     season, plain = Forecast(400.0, 5.0), Forecast(None, 5.0)
     total = 0.0

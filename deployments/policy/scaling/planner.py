@@ -26,6 +26,8 @@ from deployments.policy.scaling.starts import Starts
 
 NEARLY = 1e-6
 """Sums of floats that differ by less are equal."""
+AT_ONCE = 20
+"""One of so many replicas stops in a plan, and at least one."""
 
 
 class Planner:
@@ -185,7 +187,7 @@ class Planner:
             needs.popleft()
 
     def _shrink(self, group: Group, sizing: Sizing, base: dict[str, int], least: dict[str, int], draft: Draft) -> None:
-        """One replica less, where that was enough for long and still is, with as much more as chance may bring."""
+        """Fewer of one pool, where that was enough for long and still is, with as much more as chance may bring."""
         at_s = draft.now.at_s
         fewer = sizing.one_fewer(base, least)
         needed_s, most = max(self._needs[group], key=lambda need: need[1])
@@ -200,6 +202,11 @@ class Planner:
             why, code = f"more were needed {at_s - needed_s:.0f} s ago", Reason.NEEDED_LATELY
         else:
             sizes, name = fewer
+            for _ in range(sum(base.values()) // AT_ONCE - 1):
+                further = sizing.one_fewer(sizes, least)
+                if further is None or further[1] != name or sizing.units(further[0]) < most - NEARLY:
+                    break
+                sizes = further[0]
             code = Reason.SPARE if sizes[name] else Reason.IDLE_ZERO
             draft.settle(name, sizes[name], f"that is still enough: {sizing.predict(sizes)[name].because}", code)
             return

@@ -204,6 +204,20 @@ def test_a_pool_shrinks_by_one_step_and_only_where_one_less_is_enough() -> None:
     assert "too few" in world.plans[-1].reasons["prefill"]
 
 
+def test_of_every_twenty_replicas_of_a_large_pool_one_stops_in_a_plan() -> None:
+    free = {"autoscaling": {"min_replicas": 1, "max_replicas": 200}, "engine": {"kind": "mock"}}
+    world = World(config({"prefill": free, "decode": {"main": free}}))
+    most = world.run(300, {"chat": asked(400.0)}).targets
+    least = world.run(400, {"chat": asked(40.0)})
+    for name in POOLS:
+        sizes = [plan.targets[name] for plan in world.plans]
+        fell = {before: before - after for before, after in itertools.pairwise(sizes) if after < before}
+        assert all(step <= max(1, before // 20) for before, step in fell.items())
+        assert max(fell.values()) == max(1, most[name] // 20)
+        assert least.predicted[name].strain <= 1.0
+    assert max(most.values()) >= 40
+
+
 def test_a_pool_that_grew_is_held() -> None:
     world = World(config(hold_intervals=10, shrink_after_s=0.0), start_s=5.0)
     world.run(60, SOME)

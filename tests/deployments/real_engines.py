@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from deployments.engine.build import build_engine
 from deployments.engine.protocol import Identity
+from deployments.host.processes import descendants
 from deployments.messages import Mode, Role
 from deployments.replica.replica import Replica
 from load_tests.harness.control_plane import PREFILL, REPLICAS, SMALL, InProcess, until
+
+SLOW_END_S = 10.0
+"""Engines that take longer to end say where they are. One with tiers is killed after twice as long."""
+
+faulthandler.register(signal.SIGUSR2, file=2)  # engines are forks of this process, and have it from here
 
 
 class RealEngines(InProcess):
@@ -19,6 +29,13 @@ class RealEngines(InProcess):
         identity = Identity(replica_id, pool, role, "node", "127.0.0.1")
         engine = build_engine(self._config, identity, "a secret of the tests")
         self.replicas[replica_id] = Replica(identity, engine, self.manager_port, self._config.placement)
+
+    async def close(self) -> None:
+        late = asyncio.get_running_loop().call_later(SLOW_END_S, _say_where_they_are)
+        try:
+            await super().close()
+        finally:
+            late.cancel()
 
     async def alone(self, prompt: list[int], **sampling: Any) -> list[int]:
         """What the decode engine answers by itself. With prompt log probabilities it reads no cache."""
@@ -37,3 +54,19 @@ class RealEngines(InProcess):
 
         await until(look)
         await self.closed()
+
+
+def _say_where_they_are() -> None:
+    """Every process below this one that can writes the stacks of its threads to the test's output."""
+    for pid in descendants(os.getpid()):
+        if _catches(pid, signal.SIGUSR2):
+            os.kill(pid, signal.SIGUSR2)
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next((line for line in status if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -4,7 +4,7 @@ The fastest way depends on the machine, the model and the lengths of prompts and
 an engine tries. What it does now is the *incumbent*; every now and then it tries a *challenger*, for about as long as
 it takes to tell them apart, right behind a look at the incumbent. A challenger must be faster by a margin to
 stay, and is the incumbent then. Challengers are the ways that differ from the incumbent in one thing: in phases or not,
-or steps of the next size. The more often no challenger is faster, the seldomer one is tried.
+or steps of another size. The more often no challenger is faster, the seldomer one is tried.
 
 Throughput is compared only while requests wait: an engine that has all the requests there are is as fast as these come.
 """
@@ -206,11 +206,15 @@ class Choosing:
         return self._untried.pop(0) if self._untried else self._incumbent
 
     def _challengers(self) -> list[Way]:
-        """What differs from the incumbent in one thing: the other kind, smaller steps, larger steps."""
-        sizes = sorted({way.step_tokens for way in self._ways})
-        at, phased = sizes.index(self._incumbent.step_tokens), self._incumbent.phased
-        near = [Way(not phased, sizes[at]), *(Way(phased, size) for size in (*sizes[:at][-1:], *sizes[at + 1 :][:1]))]
-        return [way for way in near if way in self._ways]
+        """What differs from the incumbent in one thing: the other kind, smaller steps, larger steps; the nearest first.
+
+        All sizes are among them: two are the same way where no step is as large as the smaller one.
+        """
+        phased, tokens = self._incumbent
+        others = sorted(
+            {way.step_tokens for way in self._ways} - {tokens}, key=lambda size: (size > tokens, abs(size - tokens))
+        )
+        return [way for way in (Way(not phased, tokens), *(Way(phased, size) for size in others)) if way in self._ways]
 
     def _turn_to(self, way: Way) -> None:
         self._trying, self._look = way, None

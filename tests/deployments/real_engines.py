@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import signal
@@ -60,7 +61,8 @@ def _say_where_they_are() -> None:
     """Every process below this one that can writes the stacks of its threads to the test's output."""
     for pid in descendants(os.getpid()):
         if _catches(pid, signal.SIGUSR2):
-            os.kill(pid, signal.SIGUSR2)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(pid, signal.SIGUSR2)
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -27,7 +27,7 @@ from deployments.policy.scaling.starts import Starts
 NEARLY = 1e-6
 """Sums of floats that differ by less are equal."""
 AT_ONCE = 20
-"""One of so many replicas stops in a plan, and at least one."""
+"""One of so many replicas of a pool stops in a plan, and at least one."""
 
 
 class Planner:
@@ -202,7 +202,7 @@ class Planner:
             why, code = f"more were needed {at_s - needed_s:.0f} s ago", Reason.NEEDED_LATELY
         else:
             sizes, name = fewer
-            for _ in range(sum(base.values()) // AT_ONCE - 1):
+            for _ in range(base[name] // AT_ONCE - 1):
                 further = sizing.one_fewer(sizes, least)
                 if further is None or further[1] != name or sizing.units(further[0]) < most - NEARLY:
                     break

@@ -211,10 +211,10 @@ class Choosing:
         All sizes are among them: two are the same way where no step is as large as the smaller one.
         """
         phased, tokens = self._incumbent
-        others = sorted(
-            {way.step_tokens for way in self._ways} - {tokens}, key=lambda size: (size > tokens, abs(size - tokens))
+        unlike = [way for way in self._ways if (way.phased == phased) != (way.step_tokens == tokens)]
+        return sorted(
+            unlike, key=lambda way: (way.step_tokens != tokens, way.step_tokens > tokens, abs(way.step_tokens - tokens))
         )
-        return [way for way in (Way(not phased, tokens), *(Way(phased, size) for size in others)) if way in self._ways]
 
     def _turn_to(self, way: Way) -> None:
         self._trying, self._look = way, None

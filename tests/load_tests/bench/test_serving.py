@@ -20,7 +20,7 @@ from load_tests.harness.peers.peers import Peer
 from load_tests.harness.peers.settings import Settings
 from load_tests.report import serving_loads
 from load_tests.report.serving_rounds import Results
-from load_tests.traffic.client import Answer, Ask
+from load_tests.traffic.client import Answer, Ask, Client, closed_loop
 from load_tests.traffic.workloads import mixed
 
 pytestmark = pytest.mark.timeout(300)
@@ -44,8 +44,15 @@ def plain(name: str, made: Settings, directory: Path, pin: bool = True) -> Itera
 def test_serving_gives_medians_ratios_and_failures(
     together: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    looped: list[tuple[int, float, float]] = []
+
+    async def noted(client: Client, make: Any, concurrency: int, seconds: float, ramp_s: float) -> list[Answer]:
+        looped.append((concurrency, seconds, ramp_s))
+        return await closed_loop(client, make, concurrency, seconds, ramp_s)
+
     monkeypatch.setattr(serving, "started", plain)
     monkeypatch.setattr(serving, "settings", lambda _: MADE)
+    monkeypatch.setattr(serving_loads, "closed_loop", noted)
     arguments = [
         "--rounds=2",
         "--rates=20",
@@ -85,8 +92,7 @@ def test_serving_gives_medians_ratios_and_failures(
     assert runs == {f"{n}-{peer}-{load}.json" for n in (1, 2) for peer in ("baton", "vllm") for load in LOADS}
     kept = json.loads((tmp_path / "runs" / "1-baton-mixed-20.json").read_text())
     assert {"kind", "due_s", "sent_s", "events", "error"} <= kept["answers"][0].keys()
-    looped = json.loads((tmp_path / "runs" / "1-baton-closed-2.json").read_text())
-    assert 1.3 < max(answer["due_s"] for answer in looped["answers"]) < 2.5, "--closed-seconds, and a quarter"
+    assert set(looped) == {(2, 2.5, 0.5)}, "--closed-seconds, and a quarter before them"
 
 
 LOADS = ("mixed-20", "closed-2", "talks-2")

@@ -124,30 +124,42 @@ async def test_urls_take_turns() -> None:
 
 
 async def test_the_open_loop_does_not_wait_for_answers() -> None:
-    """Ten answers of a second each, all due within a tenth: sent when due, so that all are done long before ten."""
-    async with serving(application(step_s=1.0)) as url, Client([url], "m") as client:
-        answers = await open_loop(client, [Ask(0.01 * number, (1,), 1) for number in range(10)])
-    assert not any(answer.error for answer in answers)
-    assert max(answer.sent_s for answer in answers) < min(at_s for answer in answers for at_s, _ in answer.events)
-
-
-async def test_the_closed_loop_keeps_so_many_under_way() -> None:
-    under_way, most = 0, 0
+    """A server that answers the first request once it has the tenth."""
+    all_here = asyncio.Barrier(10)
 
     async def completions(_: Request) -> Response:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0.02)
-        under_way -= 1
+        await all_here.wait()
         return Response(event([1]))
 
     server = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
     async with serving(server) as url, Client([url], "m") as client:
-        answers = await closed_loop(client, lambda: Ask(0.0, (1,), 1, "closed"), 3, 0.5)
-    assert most == 3
-    assert len(answers) > 6
-    assert all(answer.kind == "closed" and not answer.error and answer.due_s < 0.5 for answer in answers)
+        answers = await open_loop(client, [Ask(0.01 * number, (1,), 1) for number in range(10)])
+    assert not any(answer.error for answer in answers)
+    assert all(answer.due_s <= answer.sent_s for answer in answers)
+
+
+async def test_the_closed_loop_keeps_so_many_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers three at a time, and the clock goes on by a second with each three."""
+    waiting: list[asyncio.Event] = []
+    turns = 0
+
+    async def completions(_: Request) -> Response:
+        nonlocal turns
+        waiting.append(asyncio.Event())
+        mine = waiting[-1]
+        if len(waiting) == 3:
+            turns += 1
+            while waiting:
+                waiting.pop().set()
+        await mine.wait()
+        return Response(event([1]))
+
+    server = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
+    async with serving(server) as url, Client([url], "m") as client:
+        monkeypatch.setattr(client, "now_s", lambda: float(turns))
+        answers = await closed_loop(client, lambda: Ask(0.0, (1,), 1, "closed"), 3, 3.0)
+    assert sorted(answer.due_s for answer in answers) == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+    assert all(answer.kind == "closed" and not answer.error for answer in answers)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +186,7 @@ def test_a_line_that_is_no_event_raises() -> None:
         tokens_of(b"data: 3")
 
 
-async def test_a_conversation_repeats_all_that_was_said() -> None:
+async def test_a_conversation_repeats_all_that_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[list[int]] = []
 
     async def completions(request: Request) -> Response:
@@ -183,8 +195,9 @@ async def test_a_conversation_repeats_all_that_was_said() -> None:
 
     server = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
     async with serving(server) as url, Client([url], "m") as client:
-        answers = await closed_loop(client, lambda: Talk(((1, 2), (3,), (4,)), 2, "talk"), 1, 0.2)
-    assert prompts[:4] == [[1, 2], [1, 2, 7, 8, 3], [1, 2, 7, 8, 3, 7, 8, 4], [1, 2]]
+        monkeypatch.setattr(client, "now_s", lambda: float(len(prompts)))  # a second for each turn
+        answers = await closed_loop(client, lambda: Talk(((1, 2), (3,), (4,)), 2, "talk"), 1, 4.0)
+    assert prompts == [[1, 2], [1, 2, 7, 8, 3], [1, 2, 7, 8, 3, 7, 8, 4], [1, 2]]
     assert all(answer.kind == "talk" and not answer.error for answer in answers)
 
 

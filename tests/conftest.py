@@ -30,7 +30,7 @@ os.environ["LANGSMITH_TRACING"] = os.environ["LANGCHAIN_TRACING_V2"] = "false"
 hypothesis.settings.register_profile("baton", deadline=None)
 hypothesis.settings.load_profile("baton")
 
-SETTLE_S = 5.0
+SETTLE_S = 60.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 ENGINES = (
     "tests/app/batches/test_killed_engines.py",

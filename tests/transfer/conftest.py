@@ -143,6 +143,15 @@ class Side:
         """Wait until the channel's thread has done all that it was told."""
         assert self.channel.wait_quiet([], WAIT_S)
 
+    def run_out(self) -> None:
+        """The channel's thread finds an hour later on its clock: all that is under way has run out of time."""
+
+        def expire() -> None:
+            for side in (self.channel._decode, self.channel._prefill):
+                side.expire(time.monotonic() + 3600)
+
+        self.channel._do(expire)
+
 
 @pytest.fixture
 def make_side() -> Iterator[Callable[..., Side]]:

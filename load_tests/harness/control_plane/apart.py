@@ -123,7 +123,15 @@ async def _serving(config: BatonConfig, manager: str, replicas: dict[str, str]) 
     async with serving(config, core, stand_in) as served:
         access_log.start()
         port = free_port()
-        settings = uvicorn.Config(served.gateway, HOST, port, lifespan="off", access_log=False, log_config=None)
+        settings = uvicorn.Config(
+            served.gateway,
+            HOST,
+            port,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_keep_alive=600,  # by default 5 s: a client that stands still for so long meets a closed connection
+        )
         web = uvicorn.Server(settings)
         task = asyncio.create_task(web.serve())
         while not web.started:  # noqa: ASYNC110 - it has no event

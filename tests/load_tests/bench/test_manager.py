@@ -12,7 +12,7 @@ from load_tests.bench import manager
 @pytest.mark.slow
 def test_it_measures_every_size_and_number(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--replicas", "2,4", "--ingresses", "1,2"]
-    manager.main([*sizes, "--rate", "40", "--seconds", "1", "--settle-seconds", "0.1"])
+    manager.main([*sizes, "--rate", "40", "--seconds", "3", "--settle-seconds", "0.1"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["benchmark"] == "manager"
     assert figures["by_replicas"].keys() == {"2", "4"}

@@ -35,7 +35,7 @@ async def test_a_short_soak_leaves_nothing(no_leaks: None, frozen: None) -> None
         samples=3,
         pause_s=0.2,
         warm_up_s=0.5,
-        settle_s=10.0,
+        settle_s=60.0,
         questions=6,
         kinds=OFTEN,
         replica_ids=tuple(REPLICAS),

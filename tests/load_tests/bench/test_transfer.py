@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.host.processes import descendants
+from deployments.host.processes import descendants, stat
 from load_tests.bench.transfer import parse
 from load_tests.harness.engines.rig import blocks
 from load_tests.harness.machine import memcpy_gb_per_s
@@ -198,7 +198,9 @@ def busy() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_paused_process_uses_no_cpu(busy: subprocess.Popen[bytes]) -> None:
     assert busy.pid in descendants(os.getpid())
     pause([busy.pid])
-    time.sleep(0.05)
+    deadline = time.monotonic() + 60
+    while (stat(busy.pid) or [""])[0] != "T":  # it stops when it has a core next
+        assert time.monotonic() < deadline
     before_s = cpu_s([busy.pid])
     time.sleep(0.1)
     assert cpu_s([busy.pid]) == before_s
@@ -220,7 +222,7 @@ def test_the_guard_ends_even_a_paused_process(busy: subprocess.Popen[bytes]) -> 
 @pytest.mark.timeout(580)
 def test_a_small_run_adds_up() -> None:
     command = [sys.executable, "-m", "load_tests.bench.transfer"]
-    options = ["--systems", "baton,vllm_pull", "--prompts", "128,300", "--repeats", "1", "--idle-s", "1"]
+    options = ["--systems", "baton,vllm_pull", "--prompts", "128,300", "--repeats", "3", "--idle-s", "1"]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])

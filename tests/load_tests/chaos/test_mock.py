@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -20,14 +21,24 @@ QUESTIONS, CLIENTS, FAULTS = 30, 24, 40
 HANDOFF_S = 0.5
 
 
-def settings() -> BatonConfig:
-    made = config(max_attempts=8, queue_timeout_s=20.0)
-    return made.model_copy(update={"channel": made.channel.model_copy(update={"handoff_timeout_s": HANDOFF_S})})
+@pytest.fixture
+async def cluster(no_leaks: None) -> AsyncIterator[InProcess]:
+    async with running(config(max_attempts=8, queue_timeout_s=20.0)) as made:
+        yield made
 
 
 @pytest.fixture
-async def cluster(no_leaks: None) -> AsyncIterator[InProcess]:
-    async with in_process(settings()) as made:
+async def hasty(no_leaks: None) -> AsyncIterator[InProcess]:
+    """A KV cache that does not come is missed after `HANDOFF_S`."""
+    settings = config(max_attempts=8, queue_timeout_s=20.0)
+    channel = settings.channel.model_copy(update={"handoff_timeout_s": HANDOFF_S})
+    async with running(settings.model_copy(update={"channel": channel})) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def running(settings: BatonConfig) -> AsyncIterator[InProcess]:
+    async with in_process(settings) as made:
         yield made
 
     async def alone() -> bool:
@@ -38,14 +49,14 @@ async def cluster(no_leaks: None) -> AsyncIterator[InProcess]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-async def test_answers_are_right_with_every_kind_of_fault(cluster: InProcess, seed: int) -> None:
-    asked = await questions(cluster, random.Random(seed), QUESTIONS)
-    crowd = Crowd(cluster, asked, random.Random(100 + seed))
-    faults = Faults(cluster, random.Random(200 + seed), 0.05, (*OFTEN, "manager"))
+async def test_answers_are_right_with_every_kind_of_fault(hasty: InProcess, seed: int) -> None:
+    asked = await questions(hasty, random.Random(seed), QUESTIONS)
+    crowd = Crowd(hasty, asked, random.Random(100 + seed))
+    faults = Faults(hasty, random.Random(200 + seed), 0.05, (*OFTEN, "manager"))
     disturbing = asyncio.create_task(faults.run(FAULTS, streams=2))
     await crowd.run(CLIENTS, disturbing.done)
     await disturbing
-    await cluster.settle()
+    await hasty.settle()
     assert len(faults.counts) >= len(OFTEN) - 2
     assert len(faults.points) >= 5
     verdicts = Counter(each.verdict() for each in crowd.asked)
@@ -90,17 +101,17 @@ async def test_every_kind_of_fault_is_drawn(cluster: InProcess) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", MESSAGE_FAULTS)
-async def test_messages_that_suffer_on_their_way_change_no_answer(cluster: InProcess, fault: str) -> None:
-    asked = await questions(cluster, random.Random(1), 10)
+async def test_messages_that_suffer_on_their_way_change_no_answer(hasty: InProcess, fault: str) -> None:
+    asked = await questions(hasty, random.Random(1), 10)
     draw = random.Random(2)
-    with disturbed(cluster.engines[PREFILL], fault, draw, 0.02), disturbed(cluster.engines[SMALL], fault, draw, 0.02):
-        answers = [await cluster.ask(each.prompt, max_tokens=each.max_tokens) for each in asked]
+    with disturbed(hasty.engines[PREFILL], fault, draw, 0.02), disturbed(hasty.engines[SMALL], fault, draw, 0.02):
+        answers = [await hasty.ask(each.prompt, max_tokens=each.max_tokens) for each in asked]
         await asyncio.sleep(2 * HANDOFF_S)
     for each, answer in zip(asked, answers, strict=True):
         await answer.over()
         assert answer.tokens == each.whole
-    await cluster.settle()
-    refused = [(await replica.counters())["bad_messages"] for replica in cluster.replicas.values()]
+    await hasty.settle()
+    refused = [(await replica.counters())["bad_messages"] for replica in hasty.replicas.values()]
     assert (sum(refused) > 0) == (fault == "corrupt"), "what is not as it was sealed is refused"
 
 

@@ -49,7 +49,7 @@ async def test_every_token_of_a_stream_has_its_time() -> None:
     times = [at_s for at_s, _ in answer.events]
     assert times == sorted(times)
     assert answer.due_s == 0.05 <= answer.sent_s < times[0]
-    assert times[-1] - times[0] >= 4 * 0.02 * 0.9
+    assert times[-1] - answer.sent_s >= 5 * 0.02 * 0.9
 
 
 async def test_what_is_asked_is_in_the_body() -> None:
@@ -119,8 +119,8 @@ async def test_urls_take_turns() -> None:
         Client([one, other], "m") as client,
     ):
         await open_loop(client, [Ask(0.01 * number, (number,), 1) for number in range(6)])
-    assert [body["prompt"] for body in first] == [[0], [2], [4]]
-    assert [body["prompt"] for body in second] == [[1], [3], [5]]
+    assert sorted(body["prompt"] for body in first) == [[0], [2], [4]]
+    assert sorted(body["prompt"] for body in second) == [[1], [3], [5]]
 
 
 async def test_the_open_loop_does_not_wait_for_answers() -> None:

@@ -206,7 +206,7 @@ def test_an_unlike_layout_is_refused_and_the_difference_named(
 
 
 def test_another_secret_is_not_heard(prefill: Any, make_side: Callable[..., Any]) -> None:
-    stranger = make_side("stranger", secret="another", timeout_s=0.2)
+    stranger = make_side("stranger", secret="another")
     stranger.channel.offer(KEY, "d", [prefill.channel.address], 0, TARGET, False)
     prefill.wait_counter("bad_messages", 2)  # hello and offer
     assert prefill.counter("open_writing") == 0
@@ -227,7 +227,7 @@ def test_both_sides_run_out_of_time(make_side: Callable[..., Any]) -> None:
 def test_a_lost_answer_to_a_cancel_is_asked_for_again(
     make_side: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = make_side("prefill"), make_side("decode", timeout_s=0.2)
+    prefill, decode = make_side("prefill"), make_side("decode")
     send, lost = prefill.channel._endpoint.send, list[Any]()
 
     def lossy(to: Any, message: Any) -> None:
@@ -239,8 +239,9 @@ def test_a_lost_answer_to_a_cancel_is_asked_for_again(
     monkeypatch.setattr(prefill.channel._endpoint, "send", lossy)
     offer(decode, prefill)
     decode.channel.cancel(KEY, "aborted")
+    decode.until(lambda: lost)
+    decode.run_out()  # only what came back from there asks again
     assert decode.wait("broken", "d") == "aborted"
-    assert lost
 
 
 def test_a_preempted_prefill_does_not_send_what_overwrote_it(prefill: Any, decode: Any) -> None:
@@ -283,18 +284,26 @@ def test_a_thread_that_does_not_end_is_given_up_and_said_where_it_is(
     make_side: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill = make_side("prefill", timings=Timings(end_s=0.05))
-    stuck, close = threading.Event(), prefill.channel._plane.close
+    stuck, hangs, close = threading.Event(), threading.Event(), prefill.channel._plane.close
+    thread = prefill.channel._thread
+    join = thread.join
 
     def hang() -> None:
+        hangs.set()
         stuck.wait()
         close()
 
+    def joined(timeout: float) -> None:
+        assert hangs.wait(60)
+        join(timeout)
+
     monkeypatch.setattr(prefill.channel._plane, "close", hang)
+    monkeypatch.setattr(thread, "join", joined)
     prefill.channel.close()
     assert "did not end" in caplog.text
     assert "in hang" in caplog.text
     stuck.set()
-    prefill.channel._thread.join(60)
+    join(60)
     os.close(prefill.channel._wake)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,9 +34,7 @@ def test_offers_to_prefills_that_do_not_come_are_bounded(prefill: Any, decode: A
     assert decode.wait("received", "d") is None
 
 
-def test_a_repeated_offer_is_no_second_offer_and_buys_no_time(make_side: Callable[..., Any]) -> None:
-    prefill = make_side("prefill", timeout_s=0.3)
-    peer = Peer(prefill.channel.address, prefill.layout)
+def test_a_repeated_offer_is_no_second_offer_and_buys_no_time(prefill: Any, peer: Peer) -> None:
     peer.say(peer.hello, offer(blocks=tuple(range(BLOCKS))))
     assert peer.hear() == Welcome()
     prefill.until(lambda: prefill.channel.is_answered(KEY))
@@ -46,8 +43,8 @@ def test_a_repeated_offer_is_no_second_offer_and_buys_no_time(make_side: Callabl
         peer.say(offer(blocks=blocks))
     prefill.barrier()
     assert prefill.channel._prefill._handoffs[KEY].deadline == begun
+    prefill.run_out()
     assert peer.hear() == Failed(*KEY, "the handoff ran out of time")
-    peer.close()
 
 
 def test_a_cancel_after_the_end_is_answered_again(prefill: Any, peer: Peer) -> None:
@@ -63,16 +60,16 @@ def test_a_cancel_after_the_end_is_answered_again(prefill: Any, peer: Peer) -> N
 
 
 def test_one_worker_cancels_and_the_other_runs_out_of_time(
-    make_side: Callable[..., Any],
+    prefill: Any,
 ) -> None:
     """Two decode workers share one prefill worker, and the prefill never begins."""
-    prefill = make_side("prefill", timeout_s=0.3)
     peers = [Peer(prefill.channel.address, prefill.layout, rank=rank, workers=2) for rank in (0, 1)]
     for rank, peer in enumerate(peers):
         peer.say(peer.hello, offer(rank=rank))
         assert peer.hear() == Welcome()
     prefill.until(lambda: len(prefill.channel._prefill._handoffs[KEY].readers) == 2)
     assert peers[1].ask(Cancel(*KEY, 1, "aborted")) == Failed(*KEY, "aborted")
+    prefill.run_out()
     assert peers[0].hear() == Failed(*KEY, "the handoff ran out of time")
     prefill.wait_idle()
     prefill.collect()

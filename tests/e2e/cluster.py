@@ -39,18 +39,31 @@ class Cluster:
     marker: str
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.url}/baton/status", timeout=PATIENCE_S).json()
-        return answer
+        """The status. A session manager that does not answer in its time is asked again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (answer := httpx.get(f"{self.url}/baton/status", timeout=PATIENCE_S)).status_code != httpx.codes.OK:
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.05)
+        found: dict[str, Any] = answer.json()
+        return found
 
-    def settled(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """The status once nothing is open, no block is used, and every replica has counted its last session."""
+    def settled(self, timeout_s: float = 120.0) -> dict[str, Any]:
+        """The status once nothing is open, no block is used, and every replica has counted its last session.
+
+        A replica counts before it reports that it is idle. Its first report may be from before that.
+        """
         deadline = time.monotonic() + timeout_s
+        begun: dict[str, int] = {}
         while time.monotonic() < deadline:
-            first = self.status()
-            time.sleep(1.2)  # replicas count within a heartbeat of falling idle
-            second = self.status()
-            if not second["sessions"]["open"] and not _used(second) and _counters(first) == _counters(second):
-                return second
+            status = self.status()
+            versions = {name: replica["version"] for name, replica in status["replicas"].items()}
+            if status["sessions"]["open"] or _used(status):
+                begun = {}
+            elif begun.keys() != versions.keys():
+                begun = versions
+            elif all(versions[name] >= begun[name] + 2 for name in versions):
+                return status
+            time.sleep(0.05)
         raise AssertionError(f"the cluster did not settle: {self.status()}")
 
     def deploy(self, change: Callable[[dict[str, Any]], None]) -> None:
@@ -72,11 +85,15 @@ class Cluster:
             return {}
         return {name: {replica["actor_name"] for replica in each["replicas"]} for name, each in deployments.items()}
 
-    def kill(self, deployment: str) -> None:
-        """Kill the process of a deployment's one replica."""
+    def pid(self, deployment: str) -> int:
+        """The process of a deployment's one replica."""
         title = f"ray::ServeReplica:{NAME}:{deployment}"
         (pid,) = [pid for pid, line in processes(self.marker).items() if line.startswith(title)]
-        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def kill(self, deployment: str) -> None:
+        """Kill the process of a deployment's one replica."""
+        os.kill(self.pid(deployment), signal.SIGKILL)
 
     def decoding(self, count: int) -> bool:
         """Whether so many sessions are placed, and the prefill of each is over."""
@@ -89,10 +106,6 @@ class Cluster:
 
 def _used(status: dict[str, Any]) -> int:
     return sum(replica["used_blocks"] for replica in status["replicas"].values())
-
-
-def _counters(status: dict[str, Any]) -> dict[str, Any]:
-    return {name: replica["counters"] for name, replica in status["replicas"].items()}
 
 
 def total(status: dict[str, Any], role: str, counter: str, pool: str | None = None) -> float:
@@ -132,3 +145,8 @@ def started(
 def processes(marker: str) -> dict[int, str]:
     """Live processes that inherited the run's environment: their command lines by process id."""
     return marked(f"{MARKER}={marker}")
+
+
+def engines(cluster: Cluster) -> list[int]:
+    """The processes of its engines."""
+    return [pid for pid, line in processes(cluster.marker).items() if line.startswith("VLLM::EngineCore")]

@@ -23,7 +23,7 @@ from tests.e2e.adapters import ADMIN_KEY, NAMES, made
 from tests.e2e.cluster import Cluster, started
 
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 600, 1800)
-ANSWER_TOKENS, LONG_ANSWER_TOKENS = 12, 96
+ANSWER_TOKENS, LONG_ANSWER_TOKENS = 12, 144
 CROWD = 16
 TUNED_QUESTIONS = ("tuned-129", "tuned-600", "recovery-long")
 

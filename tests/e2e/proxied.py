@@ -47,4 +47,4 @@ async def _leave_before_the_answer_begins(client: httpx.AsyncClient, cluster: Cl
     waiting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
-    await until(lambda: not cluster.status()["sessions"]["open"], 10.0, "it was noticed that its client is gone")
+    await until(lambda: not cluster.status()["sessions"]["open"], 60.0, "it was noticed that its client is gone")

@@ -45,11 +45,11 @@ def mixed(reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFact
         yield cluster
 
 
-def kill(cluster: Cluster, replica_id: str) -> None:
+def pids(cluster: Cluster) -> dict[str, int]:
+    """The process of each replica."""
     details = ServeApi(cluster.dashboard_url).details_within(PATIENCE_S)
     replicas = details["applications"][NAME]["deployments"][POOL]["replicas"]
-    (pid,) = [replica["pid"] for replica in replicas if replica["replica_id"] == replica_id]
-    os.kill(pid, signal.SIGKILL)
+    return {replica["replica_id"]: replica["pid"] for replica in replicas}
 
 
 async def ask_at_once(cluster: Cluster, reference: dict[str, list[int]]) -> None:
@@ -104,13 +104,14 @@ async def test_one_is_killed_in_the_middle_of_an_answer_and_the_other_goes_on(
 ) -> None:
     asked, _ = questions()["recovery-long"]
     before = await asyncio.to_thread(mixed.settled)
+    processes = await asyncio.to_thread(pids, mixed)
     killed, told = "", list[int]()
     async for choice in streamed(mixed, asked, LONG_ANSWER_TOKENS):
         told += choice["token_ids"] or []
         if len(told) >= 5 and not killed:
             (promise,) = (await asyncio.to_thread(mixed.status))["promises"]
             killed = promise["decode"]
-            await asyncio.to_thread(kill, mixed, killed)
+            os.kill(processes[killed], signal.SIGKILL)
     assert told == reference["recovery-long"]
     after = await asyncio.to_thread(mixed.settled)
     assert Counter(after["sessions"]["closed"]) - Counter(before["sessions"]["closed"]) == {"lost": 1, "length": 1}

@@ -35,7 +35,7 @@ from tests.e2e.hosts import Host, NoHosts, two_hosts
 
 URL, RAY_PORT, DASHBOARD_PORT = "http://127.0.0.1:8000", 6379, 8265
 START_WITHIN_S, ANSWER_WITHIN_S, END_WITHIN_S = 480.0, 120.0, 60.0
-ANSWER_TOKENS, CUT_AFTER, HANDOFF_TOKENS = 48, 12, 1800
+ANSWER_TOKENS, CUT_ANSWER_TOKENS, CUT_AFTER, HANDOFF_TOKENS = 48, 240, 12, 1800
 LONG_CUT_S = 75.0
 SEEDS = itertools.count(70_100)
 ENGINE = {"kind": "vllm", "kv_cache_memory_bytes": 268435456, "max_num_seqs": 8, "max_num_batched_tokens": 256}
@@ -53,10 +53,10 @@ class Pair:
     start_second: Callable[[], None]
 
     def begin(
-        self, asked: list[int], seen: Callable[[int], None] = lambda count: None
+        self, asked: list[int], seen: Callable[[int], None] = lambda count: None, most: int = ANSWER_TOKENS
     ) -> Future[tuple[list[int], str]]:
         """A streamed answer: its tokens, and the modes that its response's header says. `seen`: see `_stream`."""
-        return self.first.call(lambda: _stream(asked, seen))
+        return self.first.call(lambda: _stream(asked, seen, most))
 
     def splits(self) -> bool:
         """Whether a new request is split; it is answered whole in any case."""
@@ -188,10 +188,10 @@ def wait(happens: Callable[[], bool], what: str, within_s: float = ANSWER_WITHIN
         time.sleep(0.05)
 
 
-def _stream(asked: list[int], seen: Callable[[int], None]) -> tuple[list[int], str]:
+def _stream(asked: list[int], seen: Callable[[int], None], most: int) -> tuple[list[int], str]:
     """`seen` is called with the number of tokens after each event of the stream."""
     tokens: list[int] = []
-    request = body(asked, ANSWER_TOKENS, stream=True)
+    request = body(asked, most, stream=True)
     with httpx.stream("POST", f"{URL}/v1/completions", json=request, timeout=ANSWER_WITHIN_S) as response:
         assert response.status_code == httpx.codes.OK, response.read()
         for line in response.iter_lines():
@@ -224,9 +224,9 @@ def test_a_cable_that_is_cut_in_the_middle_of_a_handoff_changes_nothing_in_the_a
 
 def test_a_cable_that_is_cut_for_long_in_the_middle_of_an_answer_changes_nothing_in_it(pair: Pair) -> None:
     asked = prompt(70_003, 300)
-    expected, _ = pair.begin(asked).result(ANSWER_WITHIN_S)
+    expected, _ = pair.begin(asked, most=CUT_ANSWER_TOKENS).result(ANSWER_WITHIN_S)
     has_begun = threading.Event()
-    answer = pair.begin(asked, lambda count: has_begun.set() if count >= CUT_AFTER else None)
+    answer = pair.begin(asked, lambda count: has_begun.set() if count >= CUT_AFTER else None, CUT_ANSWER_TOKENS)
     assert has_begun.wait(ANSWER_WITHIN_S)
     with pair.cut():
         cut_s = time.monotonic()

@@ -1,6 +1,7 @@
-"""An ingress with batches over mock engines, in a process that a test kills: `python -m ... FOLDER`.
+"""An ingress with batches over mock engines, in a process that a test kills: `python -m ... FOLDER LINES`.
 
-With `python -m ... FOLDER real` the engines are real ones: prefill and decode, each in a process of its own.
+So many lines are answered; then answers are computed, and held. With `python -m ... FOLDER LINES real` the engines are
+real ones: prefill and decode, each in a process of its own.
 
 It writes its URL into `FOLDER/url` when it is ready. Each time that vLLM's server has computed a whole answer to a
 line, the line's prompt is appended to `FOLDER/computed`, which a killed process does not take with it.
@@ -63,8 +64,9 @@ async def plane_of(made: BatonConfig, is_real: bool) -> AsyncIterator[InProcess]
         await engines.close()
 
 
-def counted(app: ASGIApp, file: int) -> ASGIApp:
-    """The application; each answer of 200 to a prompt is noted in a file."""
+def counted(app: ASGIApp, file: int, most: int) -> ASGIApp:
+    """The application; each answer of 200 to a prompt is noted in a file, and those after `most` do not end."""
+    noted_here = 0
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         prompt, status = "", 0
@@ -77,11 +79,14 @@ def counted(app: ASGIApp, file: int) -> ASGIApp:
             return message
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, noted_here
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif status == 200 and not message.get("more_body", False):
                 os.write(file, f"{prompt}\n".encode())
+                noted_here += 1
+                if noted_here > most:
+                    await asyncio.Event().wait()
             await send(message)
 
         await app(scope, read, noted)
@@ -89,12 +94,12 @@ def counted(app: ASGIApp, file: int) -> ASGIApp:
     return run
 
 
-async def main(folder: Path, is_real: bool) -> None:
+async def main(folder: Path, most: int, is_real: bool) -> None:
     made = settings(folder, is_real)
     file = os.open(folder / "computed", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     async with (
         plane_of(made, is_real) as plane,
-        served(plane, made, lambda app: counted(app, file)) as server,
+        served(plane, made, lambda app: counted(app, file, most)) as server,
         serving(server.gateway) as url,
     ):
         (folder / "url.new").write_text(url)
@@ -103,4 +108,4 @@ async def main(folder: Path, is_real: bool) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2:] == [REAL]))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == [REAL]))

@@ -65,10 +65,10 @@ class Ingress:
 
 
 @contextmanager
-def ingress(folder: Path, *arguments: str) -> Iterator[Ingress]:
-    """An ingress that is killed at the end of the block, with all that it has started."""
+def ingress(folder: Path, most: int, *arguments: str) -> Iterator[Ingress]:
+    """An ingress that answers so many lines. It is killed at the end of the block, with all that it has started."""
     (folder / "url").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.app.batches.ingress_process", str(folder), *arguments]
+    command = [sys.executable, "-m", "tests.app.batches.ingress_process", str(folder), str(most), *arguments]
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     made = None
@@ -115,16 +115,16 @@ def check(
 ) -> None:
     """Kill everything when so many lines are answered, and look at what there is of each line at the end.
 
-    `most_in_flight`: lines that run at once.
+    The lines of `killed_at` together are fewer than those that are right. `most_in_flight`: lines that run at once.
     """
     batch_id, counts = "", []
     for answered in killed_at:
-        with ingress(folder, *arguments) as made:
+        with ingress(folder, answered, *arguments) as made:
             batch_id = batch_id or made.begin(content(lines, tokens, bad))
             batch = made.until(batch_id, answered)
             assert batch["status"] == "in_progress"
             counts.append(batch["request_counts"]["completed"])
-    with ingress(folder, *arguments) as made:
+    with ingress(folder, lines, *arguments) as made:
         batch = made.until(batch_id, lines)
         assert batch["status"] == "completed", batch
         output, errors = (made.lines(batch[which]) for which in ("output_file_id", "error_file_id"))

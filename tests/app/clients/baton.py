@@ -26,7 +26,7 @@ from tests.load_tests.traffic.servers import serving
 KEY, LIMITED, COUNTED = "for-tests", "with-limits", "whose-use-is-told"
 MODEL = "smollm2-135m-instruct"
 MAX_BODY_BYTES, MAX_CLIENT_PARTS = 32 * 1024, 8
-SLOW_STEP_S = 0.02
+SLOW_STEP_S = 0.1
 START_S = 240.0
 
 

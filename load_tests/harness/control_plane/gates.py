@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,13 @@ from transfer.memory.plane import PlaneError, WriteState
 
 
 class GatedPlane(InProcessPlane):
-    """A KV plane that a test controls. While `shut` is set, writes do not end. While `broken` is set, writes fail."""
+    """A KV plane that a test controls. While `shut` is set, writes do not end. While `broken` is set, writes fail.
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    Its name is like no other's: a process may have several clusters, whose replicas have the same ids.
+    """
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(f"{replica_id}-{uuid.uuid4().hex[:8]}")
         self.shut = self.broken = False
         self.writes = 0
         self.on_write: Callable[[], None] = lambda: None

@@ -27,6 +27,7 @@ from transfer.vllm.partial_blocks import PartialBlocks
 from transfer.vllm.pins import Pins
 from transfer.vllm.remote_library import LibraryServer
 from transfer.vllm.shared_tiers import SharedTiers
+from transfer.vllm.signals import wake_on_signals
 from transfer.vllm.step_clock import StepClock
 from transfer.vllm.step_messages import Loading, Offering, StepMetadata, WorkerMetadata
 from transfer.vllm.tier_events import tier_events
@@ -72,6 +73,7 @@ class SchedulerSide:
         self._shared = shared
         self._tokens = TokenSender(Seal(secret))
         self._idle_sleep, self._clock = IdleSleep(), StepClock()
+        wake_on_signals(self._idle_sleep.wake)
         self._answered = AnsweredRequests()
         self._fetches, self._pins = Fetches(block_size), Pins(block_size)
         self._lent: CachedBlocks | None = None

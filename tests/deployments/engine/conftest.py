@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import random
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import popen_fork
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +347,18 @@ async def _start_vllm(role: Role, path: Path, config: VllmEngineConfig = VLLM) -
     return Running(engine, await engine.start(), encode, decode_outputs)
 
 
+def one_at_a_time(launch: Callable[..., None]) -> Callable[..., None]:
+    """Of two processes that are forked at once, one would hold the pipe that tells of the other one's end."""
+    locks = [threading.Lock()]
+    os.register_at_fork(after_in_child=lambda: locks.__setitem__(0, threading.Lock()))
+
+    def alone(popen: object, process: object) -> None:
+        with locks[0]:
+            launch(popen, process)
+
+    return alone
+
+
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """Engines are forked: on CPU vLLM spawns, and each process then imports vLLM anew, 12 s of a core.
@@ -357,6 +371,7 @@ def forking() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(popen_fork.Popen, "_launch", one_at_a_time(vars(popen_fork.Popen)["_launch"]))
         for module in (utils, multiproc_executor):
             patch.setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
         yield

@@ -20,8 +20,8 @@ from load_tests.harness.control_plane import PREFILL, REPLICAS, SMALL, Answer, I
 from tests.deployments.asked import intercept
 
 LENGTH = FinishReason.LENGTH
-QUICK = Timings(view_every_s=0.02, again_s=0.02)
-"""A view comes every moment, and is soon missed."""
+QUICK = Timings(view_every_s=0.02, again_s=0.02, view_late_s=10.0)
+"""A view comes every moment, and on a busy machine it may be late."""
 _random = random.Random(11)
 
 
@@ -188,7 +188,7 @@ def _of_session(cluster: InProcess, answer: Answer) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", [({}, (PREFILL, SMALL))], indirect=True)
+@pytest.mark.parametrize("cluster", [({"timings": replace(QUICK, view_late_s=2.0)}, (PREFILL, SMALL))], indirect=True)
 async def test_a_request_goes_on_waiting_where_sessions_are_placed(cluster: InProcess) -> None:
     """In the manager's room when it dies, in the stand-in's when it comes back; no request is refused."""
     halt(cluster, SMALL)
@@ -248,7 +248,6 @@ async def test_an_old_view_is_not_placed_by(cluster: InProcess) -> None:
     await cluster.settle()
 
 
-@pytest.mark.parametrize("cluster", [({"timings": replace(QUICK, view_late_s=0.1)}, tuple(REPLICAS))], indirect=True)
 async def test_a_manager_that_only_hangs_is_told_later_what_it_missed(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +261,7 @@ async def test_a_manager_that_only_hangs_is_told_later_what_it_missed(
         return await really(call)
 
     intercept(monkeypatch, cluster.manager, Open | Close | PrefillDone | View, hang)
+    monkeypatch.setattr(cluster.stand_in, "_timings", replace(QUICK, view_late_s=0.1))
     assert (await cluster.answer(prompt(20), max_tokens=60)).reason is LENGTH
     await held.over()
     assert cluster.stand_in.counters == {"absences": 1, "placed": 1}

@@ -65,6 +65,12 @@ async def yes() -> bool:
     return True
 
 
+@pytest.fixture
+def moves_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions move early in the time that a replica has to stop."""
+    monkeypatch.setattr("deployments.replica.drain.RUN_SHARE", 0.1 / LONG_S)
+
+
 async def test_sessions_end_by_themselves_and_then_it_is_over() -> None:
     replica = Replica()
     replica.open_runs = 2
@@ -111,10 +117,12 @@ async def test_kv_that_a_peer_or_a_tier_uses_is_waited_for(name: str) -> None:
     await asyncio.wait_for(drained, WAIT_S)
 
 
-async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_is_waited_for() -> None:
+async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_is_waited_for(
+    moves_soon: None,
+) -> None:
     replica = Replica()
     replica.open_runs = 1
-    drained = asyncio.create_task(drain(replica, 8.0, no, QUICK))
+    drained = asyncio.create_task(drain(replica, LONG_S, no, QUICK))
     await replica.seen()
     assert replica.done == ["drain", "move"]
     replica.kv = {"open_writing": 1.0}
@@ -125,11 +133,10 @@ async def test_what_is_left_late_in_the_time_moves_and_a_reader_that_comes_then_
     await asyncio.wait_for(drained, WAIT_S)
 
 
-@pytest.mark.slow
-async def test_a_session_that_cannot_move_has_the_rest_of_the_time() -> None:
+async def test_a_session_that_cannot_move_has_the_rest_of_the_time(moves_soon: None) -> None:
     replica = Replica()
     replica.open_runs, replica.cannot_move = 2, 1
-    drained = asyncio.create_task(drain(replica, 4.0, no, QUICK))
+    drained = asyncio.create_task(drain(replica, LONG_S, no, QUICK))
     await replica.seen()
     assert (replica.done, drained.done()) == (["drain", "move"], False)
     replica.open_runs = 0

@@ -429,7 +429,7 @@ async def test_haproxy_is_killed_and_serves_again(mock: Cluster) -> None:
 
 async def test_ctrl_c_lets_answers_end(mock: Cluster) -> None:
     """The last test: it stops the application."""
-    (question,) = questions(300)[:1]
+    (question,) = questions(900)[:1]
     (whole,) = await answers(mock, [question])
     async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
         answer = asyncio.create_task(answer_to(client, question, stream=True))

@@ -49,7 +49,7 @@ async def test_an_ingress_that_is_killed_breaks_its_answers_and_the_next_one_ser
 
 async def test_ctrl_c_lets_answers_end(mock: Cluster) -> None:
     """The last test: it stops the application."""
-    question = {"model": "mock", "prompt": [200] * 40, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    question = {"model": "mock", "prompt": [200] * 40, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=mock.url, timeout=BACK_WITHIN_S) as client:
         whole = await answer_to(client, question | {"return_token_ids": True}, stream=False)
         answer = asyncio.create_task(answer_to(client, question | {"return_token_ids": True}, stream=True))

@@ -219,8 +219,7 @@ async def test_what_the_host_tier_has_is_on_disk_when_the_engine_starts_again(mo
         engine: Any = engines.replicas[PREFILL]._engine
         (process,) = engine._client.resources.engine_manager.processes
         terminate_beside(process.pid)
-        await asyncio.to_thread(process.join, 60)
-        assert process.exitcode == 0
+        await until(lambda: none_lives([process.pid]))
     async with cluster(model, shape, pool()) as engines:
         assert (await split(engines, known)).tokens == answer.tokens
         assert await loaded(engines, PREFILL, "disk") == 299 // BLOCK

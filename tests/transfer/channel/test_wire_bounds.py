@@ -59,9 +59,7 @@ def test_a_cancel_after_the_end_is_answered_again(prefill: Any, peer: Peer) -> N
     assert prefill.counter("handoffs_landed") == 1
 
 
-def test_one_worker_cancels_and_the_other_runs_out_of_time(
-    prefill: Any,
-) -> None:
+def test_one_worker_cancels_and_the_other_runs_out_of_time(prefill: Any) -> None:
     """Two decode workers share one prefill worker, and the prefill never begins."""
     peers = [Peer(prefill.channel.address, prefill.layout, rank=rank, workers=2) for rank in (0, 1)]
     for rank, peer in enumerate(peers):

@@ -14,7 +14,9 @@ import logging
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transfer.memory.digest import digest_of
@@ -24,6 +26,9 @@ from transfer.store.slots import Held
 logger = logging.getLogger("baton.store")
 
 FOLDER = "baton-kv"
+TURN = "choosing.lock"
+"""The process that has it locked chooses its segment."""
+TURN_S = 30.0
 PAGE_BYTES = 4096
 RECORD_BYTES = 256  # a record lies in one sector of the disk
 _READ_AT_ONCE = 4096  # records
@@ -128,9 +133,32 @@ def open_segment(directory: Path, fingerprint: str, block_bytes: int) -> Segment
     """Lock the free segment of a directory that has the most blocks of a fingerprint, or make a new segment.
 
     A process ends up with another's segment only where that process does not run. So a directory has as many segments
-    as processes have used it at once. Raises StoreError for a directory that others may read, and OSError.
+    as processes have used it at once. Processes choose one after another: each locks all free segments while it counts
+    their blocks, and another that came then would not find its own. Raises StoreError for a directory that others may
+    read, and OSError.
     """
     folder, model = _own_folder(directory), model_of(fingerprint, block_bytes)
+    with _turn(folder):
+        return _chosen(folder, model, block_bytes)
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """This process chooses alone. Where another takes longer than `TURN_S`, its disk hangs, and this one goes on."""
+    lock = os.open(folder / TURN, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        until_s = time.monotonic() + TURN_S
+        while not (has_turn := _try_lock(lock)) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        if not has_turn:
+            logger.warning("another process has chosen its segment in %s for %.0f s", folder, TURN_S)
+        yield
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+        os.close(lock)
+
+
+def _chosen(folder: Path, model: bytes, block_bytes: int) -> Segment:
     best, most = None, -1
     for path in sorted(folder.glob("segment-*.index")):
         if (segment := _lock(path, os.O_RDWR, model, block_bytes)) is None:
@@ -168,12 +196,19 @@ def _lock(path: Path, flags: int, model: bytes, block_bytes: int) -> Segment | N
             raise
         logger.warning("the disk tier leaves %s alone: %s", path, error)
         return None
-    try:
-        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _try_lock(index):
         os.close(index)
         return None
     return Segment(path, index, model, block_bytes)
+
+
+def _try_lock(fileno: int) -> bool:
+    """Lock a file, unless another process has it locked; returns whether it is."""
+    try:
+        fcntl.flock(fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _write_all(fileno: int, data: bytes, offset: int) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
+import transfer.store.segment as module
 from tests.transfer.store.conftest import keys_of
 from transfer.memory.digest import digest_of
 from transfer.store.refs import StoreError, chain
-from transfer.store.segment import FOLDER, RECORD_BYTES, Segment, open_segment, slot_bytes
+from transfer.store.segment import FOLDER, RECORD_BYTES, TURN, Segment, open_segment, slot_bytes
 from transfer.store.slots import Held
 
 
@@ -113,10 +117,50 @@ def test_a_process_takes_the_free_segment_with_the_most_of_its_blocks(tmp_path: 
         segment.close()
 
 
+def test_processes_that_start_at_once_find_their_own_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is held while it has every free segment locked and counts. The other one has not chosen before it goes on."""
+    names = ("a", "b")
+    segments = [open_segment(tmp_path, name, 100) for name in names]
+    for segment, name in zip(segments, names, strict=True):
+        segment.take(8)
+        write(segment, name, [0])
+        segment.close()
+    counts, goes_on, records = threading.Event(), threading.Event(), Segment.records
+    held = iter([True])
+
+    def slowly(segment: Segment) -> Iterator[tuple[int, Held]]:
+        if next(held, False):
+            counts.set()
+            assert goes_on.wait(60)
+        return records(segment)
+
+    monkeypatch.setattr(Segment, "records", slowly)
+    with ThreadPoolExecutor() as pool:
+        try:
+            first = pool.submit(open_segment, tmp_path, "b", 100)
+            assert counts.wait(60)
+            second = pool.submit(open_segment, tmp_path, "a", 100)
+            assert not wait([second], timeout=0.3).done
+        finally:
+            goes_on.set()
+        chosen = [first.result(60), second.result(60)]
+    assert [segment.path for segment in chosen] == [segments[1].path, segments[0].path]
+    for segment in chosen:
+        segment.close()
+
+
+def test_a_process_that_chooses_for_too_long_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = filled(tmp_path, "a", [0, 1])
+    monkeypatch.setattr(module, "TURN_S", 0.05)
+    with (tmp_path / FOLDER / TURN).open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert reopened(tmp_path, 8) == held
+
+
 def test_modes_keep_others_out(tmp_path: Path) -> None:
     filled(tmp_path, "a", [0])
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
-    assert modes == {FOLDER: 0o700, "segment-0.index": 0o600, "segment-0.blocks": 0o600}
+    assert modes == {FOLDER: 0o700, TURN: 0o600, "segment-0.index": 0o600, "segment-0.blocks": 0o600}
 
 
 def widened(folder: Path) -> None:

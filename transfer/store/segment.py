@@ -159,15 +159,15 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def _chosen(folder: Path, model: bytes, block_bytes: int) -> Segment:
-    best, most = None, -1
-    for path in sorted(folder.glob("segment-*.index")):
-        if (segment := _lock(path, os.O_RDWR, model, block_bytes)) is None:
-            continue
-        count = sum(1 for _ in segment.records())
-        if count > most:
-            best, segment, most = segment, best, count
-        if segment is not None:
-            segment.close()
+    paths = sorted(folder.glob("segment-*.index"))
+    free = [found for path in paths if (found := _lock(path, os.O_RDWR, model, block_bytes)) is not None]
+    best: Segment | None = None
+    try:
+        best = max(free, key=lambda segment: sum(1 for _ in segment.records()), default=None)
+    finally:
+        for segment in free:
+            if segment is not best:
+                segment.close()
     number = 0
     while best is None:
         best = _lock(folder / f"segment-{number}.index", os.O_RDWR | os.O_CREAT | os.O_EXCL, model, block_bytes)

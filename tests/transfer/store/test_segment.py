@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -155,6 +157,27 @@ def test_a_process_that_chooses_for_too_long_holds_up_no_other(tmp_path: Path, m
     with (tmp_path / FOLDER / TURN).open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert reopened(tmp_path, 8) == held
+
+
+def test_where_one_segment_cannot_be_read_none_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [open_segment(tmp_path, "m", 100) for _ in range(3)]
+    for segment in segments:
+        segment.close()
+    records = Segment.records
+
+    def broken(segment: Segment) -> Iterator[tuple[int, Held]]:
+        if segment.path == segments[1].path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return records(segment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "records", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            open_segment(tmp_path, "m", 100)
+    again = [open_segment(tmp_path, "m", 100) for _ in range(3)]
+    assert [segment.path for segment in again] == [segment.path for segment in segments]
+    for segment in again:
+        segment.close()
 
 
 def test_modes_keep_others_out(tmp_path: Path) -> None:

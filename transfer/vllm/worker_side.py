@@ -21,6 +21,7 @@ from transfer.memory.heads import head_range
 from transfer.memory.layout import KVLayout
 from transfer.memory.nixl_plane import NixlPlane
 from transfer.vllm.continued_answer import count_answered
+from transfer.vllm.meeting_file import remove_meeting_file
 from transfer.vllm.remote_library import RemoteLibrary
 from transfer.vllm.scheduler_side import ABORTED, RECALL_WAIT_S
 from transfer.vllm.step_messages import StepMetadata, WorkerMetadata
@@ -51,6 +52,7 @@ class WorkerSide:
         self._libraries: list[RemoteLibrary] = []
         self._tier_news: TierNews | None = None
         count_answered(vllm_config)
+        remove_meeting_file()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the channel over these caches, one for each layer."""

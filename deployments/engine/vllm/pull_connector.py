@@ -23,6 +23,7 @@ from deployments.engine.vllm.cpu_adapters import skip_plain_tokens
 from transfer.vllm.continued_answer import AnsweredRequests, count_answered
 from transfer.vllm.faults import note_fault
 from transfer.vllm.lifeline import die_with_parent
+from transfer.vllm.meeting_file import remove_meeting_file
 from transfer.vllm.step_clock import StepClock
 
 
@@ -63,6 +64,7 @@ class NixlConnector(NixlPullConnector):
         else:
             count_answered(vllm_config)
             skip_plain_tokens(vllm_config)
+            remove_meeting_file()
         # On CPU vLLM has just pinned this thread, which computes the model, to the node's last core: undo that.
         os.sched_setaffinity(0, cores)
 

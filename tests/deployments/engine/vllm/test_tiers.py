@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,13 @@ async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
 ) -> None:
     """What comes back from host and disk gives the answers that computing gives, also after the engine's end."""
     monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "60")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))  # engines are forks of this process
     several: dict[str, Any] = {size: 2}
     shape = pool(host_kv_bytes=TIER_BYTES, disk_kv=DiskKVConfig(path=str(tmp_path), bytes=TIER_BYTES), **several)
     async with cluster(model, shape, pool()) as engines:
+        assert not list(temporary.rglob("*")), "what workers met at is gone"
         for kept, again in ((512, 700), (300, 301)):
             known = prompt(again)
             await split(engines, known[:kept])
@@ -174,6 +179,7 @@ async def test_each_of_several_workers_has_its_part_in_tiers_of_its_own(
         assert (await split(engines, known)).tokens == answer.tokens
         assert await loaded(engines, PREFILL, "disk") == 300 // BLOCK
         await engines.all_is_free()
+    assert not list(temporary.rglob("*")), "nothing came back at the end"
 
 
 async def test_the_next_turn_finds_the_answer_in_decodes_tier(model: Path, tmp_path: Path) -> None:

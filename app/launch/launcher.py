@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -43,6 +44,7 @@ from app.launch.serve_api import Progress, ServeApi, ServeApiError, progress
 _RUN_DIR = Path(__file__).resolve().parents[2] / ".cache" / "run"
 _RAY_START_TIMEOUT_S, _RAY_STARTS = 300.0, 3
 _SHOWN_OF_A_LOG = 1500
+_NO_HAPROXY = "no HAProxy: {}; `make serve PROXY=serve` does without"
 _SHUTDOWN_TIMEOUT_S = 45.0
 _DASHBOARD_TIMEOUT_S = 60.0
 
@@ -145,11 +147,17 @@ class Launcher:
     def _start_ray(self, num_cpus: int) -> None:
         """Start a Ray of our own. Ray ends when a process of its own is slow to start, and is then started again."""
         self._say(f"starting Ray at {self._ports.host}:{self._ports.gcs}")
-        environment = self._ray_environment()
+        proxy_ports = self._proxy_ports()
         deadline = time.monotonic() + _RAY_START_TIMEOUT_S
         for number in range(1, _RAY_STARTS + 1):
             log = _RUN_DIR / f"{os.getpid()}-ray-{number}.log"
-            self._ray = LocalRay(self._ports, num_cpus, log, environment)
+            folder = Path(tempfile.mkdtemp(prefix="baton-"))
+            try:
+                environment = self._ray_environment(proxy_ports, folder)
+            except BaseException:
+                shutil.rmtree(folder)
+                raise
+            self._ray = LocalRay(self._ports, num_cpus, log, environment, folder)
             while (status := self._ray.exit_status()) is None:
                 if self._api.answers() and self._api.serves():
                     return
@@ -161,20 +169,28 @@ class Launcher:
         end = log.read_text(errors="replace")[-_SHOWN_OF_A_LOG:].strip()
         raise LaunchError(f"Ray did not start in {_RAY_STARTS} tries; {log} ends with\n{end}")
 
-    def _ray_environment(self) -> dict[str, str]:
-        """The environment of our own Ray, with HAProxy's variables unless Serve's own proxy is asked for."""
+    def _proxy_ports(self) -> range | None:
+        """Ports for HAProxy, claimed until the launcher closes; None where Serve's own proxy is asked for."""
+        if self._options.proxy == "serve":
+            return None
+        try:
+            claim, ports = claim_ports()
+        except OSError as error:
+            raise LaunchError(_NO_HAPROXY.format(error)) from error
+        self._exit.enter_context(claim)
+        return ports
+
+    def _ray_environment(self, proxy_ports: range | None, folder: Path) -> dict[str, str]:
+        """The environment of our own Ray, with HAProxy's variables where it has ports. `folder`: for its files."""
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
         if self._prometheus is not None:
             environment |= self._prometheus.environment
-        if self._options.proxy != "serve":
-            folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="baton-"))
+        if proxy_ports is not None:
             try:
-                claim, ports = claim_ports()
-                self._exit.enter_context(claim)
-                environment |= haproxy_environment(self._ports.host, ports, Path(folder))
+                environment |= haproxy_environment(self._ports.host, proxy_ports, folder)
             except OSError as error:
-                raise LaunchError(f"no HAProxy: {error}; `make serve PROXY=serve` does without") from error
+                raise LaunchError(_NO_HAPROXY.format(error)) from error
         return environment
 
     def _refuse_second_serve(self) -> None:

@@ -54,12 +54,13 @@ def start_command(ports: RayPorts, num_cpus: int) -> list[str]:
 class LocalRay:
     """One `ray start --head --block` and everything that descends from it."""
 
-    def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: Mapping[str, str], folder: Path) -> None:
+        """`folder`: for files of its processes. It goes away with them, also when this process is killed."""
         # Orphans of the head node become children of this process, so that none is lost at the end.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         clear_ended_cluster()  # of a Ray that was killed together with its guard
         mark = uuid.uuid4().hex
-        self._guard = Guard(f"{_MARK}={mark}")
+        self._guard = Guard(f"{_MARK}={mark}", folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +51,18 @@ def signals_restored() -> Any:
 
 
 class StartedRay:
-    """Ends with status 1 as often as `deaths` says, then runs."""
+    """Ends with status 1 as often as `deaths` says, then runs. Its folder goes away when it is stopped."""
 
     deaths = 0
     logs: list[Path]
     stopped = 0
 
-    def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: dict[str, str]) -> None:
+    def __init__(self, ports: RayPorts, num_cpus: int, log: Path, environment: dict[str, str], folder: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("why it ended\n")
         self.logs.append(log)
+        self._folder = folder
+        assert Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"]).is_relative_to(folder)
         self._dies = len(self.logs) <= self.deaths
         self.log = log
 
@@ -67,6 +71,7 @@ class StartedRay:
 
     def stop(self) -> None:
         type(self).stopped += 1
+        shutil.rmtree(self._folder)
 
 
 @pytest.mark.parametrize("deaths", [0, 2, 3])
@@ -74,6 +79,7 @@ def test_a_ray_that_ends_while_it_starts_is_started_again(
     deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch, "_RUN_DIR", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     kind: type[StartedRay] = type("Ray", (StartedRay,), {"deaths": deaths, "logs": []})
     monkeypatch.setattr(launch, "LocalRay", kind)
     monkeypatch.setattr(ServeApi, "answers", lambda api: True)
@@ -89,8 +95,10 @@ def test_a_ray_that_ends_while_it_starts_is_started_again(
     assert capsys.readouterr().out.count("ended with status 1 while it started; see ") == deaths
 
 
-def test_without_haproxy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_haproxy_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     launcher = launch.Launcher(parse_arguments([]))
     with launcher._exit, pytest.raises(LaunchError, match=r"no HAProxy: .*/nowhere/haproxy"):
         launcher._start_ray(1)
+    assert not list(tmp_path.iterdir())

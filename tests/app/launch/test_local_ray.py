@@ -54,8 +54,8 @@ from pathlib import Path
 from app.launch import local_ray
 from app.launch.ports import RayPorts
 local_ray.start_command = lambda ports, cpus: [sys.executable, "-c", {_STUBBORN!r}]
-log = Path(sys.argv[1])
-ray = local_ray.LocalRay(RayPorts("127.0.0.1", 1, 2), 1, log, os.environ)
+log, folder = Path(sys.argv[1]), Path(sys.argv[3])
+ray = local_ray.LocalRay(RayPorts("127.0.0.1", 1, 2), 1, log, os.environ, folder)
 while "up" not in log.read_text():
     time.sleep(0.05)
 print(*ray._descendants(), flush=True)
@@ -70,16 +70,20 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["stop", "stalled", "kill"])
-def test_no_process_of_ray_survives(tmp_path: Path, way: str) -> None:
-    owner = [sys.executable, "-c", _OWNER, str(tmp_path / "log"), way]
+def test_no_process_of_ray_survives_and_no_file(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").touch()
+    owner = [sys.executable, "-c", _OWNER, str(tmp_path / "log"), way, str(folder)]
     done = subprocess.run(owner, capture_output=True, text=True, timeout=60, check=True)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     try:
         deadline = time.monotonic() + 60.0
-        while _live(pids) and time.monotonic() < deadline:
+        while (_live(pids) or folder.exists()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not _live(pids)
+        assert not folder.exists()
     finally:
         for pid in _live(pids):
             os.kill(pid, signal.SIGKILL)

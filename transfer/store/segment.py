@@ -29,6 +29,7 @@ FOLDER = "baton-kv"
 TURN = "choosing.lock"
 """The process that has it locked chooses its segment."""
 TURN_S = 30.0
+"""The longest that a process waits for its turn: the disk of another one may hang."""
 PAGE_BYTES = 4096
 RECORD_BYTES = 256  # a record lies in one sector of the disk
 _READ_AT_ONCE = 4096  # records
@@ -144,14 +145,14 @@ def open_segment(directory: Path, fingerprint: str, block_bytes: int) -> Segment
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """This process chooses alone. Where another takes longer than `TURN_S`, its disk hangs, and this one goes on."""
+    """This process chooses alone, or beside another that takes longer than `TURN_S`."""
     lock = os.open(folder / TURN, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         until_s = time.monotonic() + TURN_S
         while not (has_turn := _try_lock(lock)) and time.monotonic() < until_s:
             time.sleep(0.01)
         if not has_turn:
-            logger.warning("another process has chosen its segment in %s for %.0f s", folder, TURN_S)
+            logger.warning("another process has been choosing its segment in %s for %.0f s", folder, TURN_S)
         yield
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too

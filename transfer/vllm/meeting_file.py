@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 def remove_meeting_file() -> None:
     """Remove it, if this process met others at a file. Call it once all of them have met.
 
-    What torch would write there later, it writes into a new file. What ends removes that, or there is none.
+    Groups that were made before go on without it, and torch makes no other one when they end.
     """
     if not torch.distributed.is_initialized():
         return

@@ -166,8 +166,8 @@ class PoolConfig(Section):
     adapters: tuple[str, ...] = ()
     """The LoRA adapters that this pool serves; empty: any."""
     strict: bool = False
-    """True: a prefill pool never decodes, a decode pool never prefills what can be split. False: where that costs less
-    time, it does."""
+    """True: a prefill pool never decodes, a decode pool never prefills what can be split, unless a handoff of it
+    failed. False: where that costs less time, it does."""
 
     @model_validator(mode="after")
     def _check(self) -> PoolConfig:

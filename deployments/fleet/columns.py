@@ -236,6 +236,12 @@ class Columns:
         """These columns, with only the replicas ready that reported within `stale_s`. The other arrays are shared."""
         return self._with(ready=self.ready & (now_s - self.seen_s <= stale_s))
 
+    def without(self, replica_ids: Collection[str]) -> Columns:
+        """These columns, with none of these replicas ready."""
+        ready = self.ready.copy()
+        ready[[self.rows[replica_id] for replica_id in replica_ids if replica_id in self.rows]] = False
+        return self._with(ready=ready)
+
     def without_room_on(self, replica_ids: Collection[str]) -> Columns:
         """These columns, with no free block on these replicas."""
         free, room = self.numbers["free_blocks"].copy(), self.numbers["room_blocks"].copy()

@@ -38,6 +38,9 @@ class View(Protocol):
     def columns(self) -> Columns:
         """The replicas."""
 
+    def without(self, replica_ids: Collection[str]) -> View:
+        """This view, in which none of these replicas is ready."""
+
     def without_room_on(self, replica_ids: Collection[str]) -> View:
         """This view, with no free block on these replicas: their room is kept for other requests."""
 
@@ -63,6 +66,10 @@ class FleetView:
             columns.put(view)
         return columns
 
+    def without(self, replica_ids: Collection[str]) -> FleetView:
+        """See `View`."""
+        return replace(self, ready=tuple(view for view in self.ready if view.info.replica_id not in replica_ids))
+
     def without_room_on(self, replica_ids: Collection[str]) -> FleetView:
         """See `View`."""
         ready = (view._replace(free_blocks=0) if view.info.replica_id in replica_ids else view for view in self.ready)
@@ -86,6 +93,10 @@ class LiveView:
     now_s: float
     waiting: int = 0
     yielding: Mapping[str, Share] = field(default_factory=dict)
+
+    def without(self, replica_ids: Collection[str]) -> LiveView:
+        """See `View`."""
+        return replace(self, columns=self.columns.without(replica_ids))
 
     def without_room_on(self, replica_ids: Collection[str]) -> LiveView:
         """See `View`. What yields there is not let go either."""

@@ -13,8 +13,9 @@ from deployments.fleet.promise import Promise
 from deployments.manager.scaling import Scaling
 from deployments.messages import MOVED, Admit, Phase, Reject, ReplicaSnapshot
 from deployments.policy.allocator import Allocator
+from deployments.policy.placement.place import HANDOFF_FAILED
 
-REASONS = ("split", MOVED, "short prompt", "one replica", "cheaper on one replica")
+REASONS = ("split", MOVED, HANDOFF_FAILED, "short prompt", "one replica", "cheaper on one replica")
 """Those that `policy.placement.place` gives; any other is the name of a rule, or a sentence."""
 
 

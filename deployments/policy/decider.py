@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.schema import BatonConfig
 from deployments.fleet.view import LiveView, View
-from deployments.messages import MOVED, Admit, Decision, Queue, Reject, SessionRequest
+from deployments.messages import MOVED, Admit, Decision, Mode, Queue, Reject, SessionRequest
 from deployments.policy.admission.classes import PriorityClass, PriorityClasses
 from deployments.policy.admission.objectives import times, verdict
 from deployments.policy.chance import Chance
@@ -101,14 +101,14 @@ class Decider:
         that yield goes where it has one without them (`giving_way`).
         """
         priority = self.classes.resolve(session.request.priority)
-        decision = self._judged(self._field(session, view, priority), session, priority, now_s)
+        decision = self._judged(session, view, priority, now_s)
         if priority.yields or not _lacks_room(decision) or (without := view.without_yielding()) is None:
             return decision
-        instead = self._judged(self._field(session, without, priority), session, priority, now_s)
+        instead = self._judged(session, without, priority, now_s)
         return instead if isinstance(instead, Admit) else decision
 
-    def _judged(self, here: Field, session: OpenSession, priority: PriorityClass, now_s: float) -> Decision:
-        decision = place(here, self.policy)
+    def _judged(self, session: OpenSession, view: View, priority: PriorityClass, now_s: float) -> Decision:
+        decision = self._placed(session, view, priority)
         if not isinstance(decision, Admit) or not self._config.admission or session.request.attempt > 1:
             return decision
         refusal = verdict(
@@ -119,6 +119,17 @@ class Decider:
             max_retry_after_s=self._config.queue_timeout_s,
         )
         return refusal or decision
+
+    def _placed(self, session: OpenSession, view: View, priority: PriorityClass) -> Decision:
+        """Where a session goes. After a handoff that failed: to other replicas, or to one that does all, or as any."""
+        if avoids := session.request.avoids:
+            modes = tuple(mode for mode in session.request.allowed if mode is not Mode.DISAGGREGATED)
+            whole = replace(session, request=replace(session.request, allowed=modes or session.request.allowed))
+            for other, seen in ((session, view.without(avoids)), (whole, view)):
+                decision = place(self._field(other, seen, priority), self.policy)
+                if isinstance(decision, Admit):
+                    return decision
+        return place(self._field(session, view, priority), self.policy)
 
     def explain(self, session: OpenSession, view: View, ahead: int, now_s: float) -> dict[str, Any]:
         """What would become of a request that came now, and why. `ahead`: how many wait before it.

@@ -15,6 +15,9 @@ from deployments.policy.placement.field import Field, is_short, most_tokens
 from deployments.policy.placement.shortfall import pair_shortfall, shortfall
 from transfer.memory.blocks import blocks_for
 
+HANDOFF_FAILED = "a handoff failed"
+"""The reason of a placement on one replica, where the session's handoff has failed."""
+
 
 def place(here: Field, policy: Policy) -> Decision:
     """The best way to serve a request now, or why it has to wait or cannot be served.
@@ -39,6 +42,8 @@ def mode_of(here: Field, choice: Choice) -> Mode:
 def _reason(here: Field, mode: Mode) -> str:
     if mode is Mode.DISAGGREGATED:
         return "split"
+    if here.request.avoids:
+        return HANDOFF_FAILED
     if is_short(here.request, here.settings):
         return "short prompt"
     if Mode.DISAGGREGATED not in here.request.allowed:

@@ -243,6 +243,30 @@ async def test_decode_that_does_not_begin_in_time_fails_the_session(cluster: Clu
     await reached(cluster.manager.closed)
 
 
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+async def test_the_placements_after_failed_handoffs_avoid_the_replicas_that_had_a_part_in_them(
+    cluster: Cluster,
+) -> None:
+    """After the first prefill's alone; an answer that has gone on since begins anew."""
+    cluster.manager.handoff_timeout_s = 0.05
+    await cluster.ask()
+    for _ in range(2):
+        await cluster.prefilled()
+        cluster.prefill.called.clear()
+        cluster.decode.called.clear()
+    cluster.manager.handoff_timeout_s = WAIT_S
+    await cluster.prefilled()
+    cluster.prefill.called.clear()
+    cluster.decode.say([41, 42])
+    await cluster.next()
+    cluster.decode.die()
+    await reached(cluster.prefill.called)
+    p, d = P.replica_id, D.replica_id
+    assert [request.avoids for request in cluster.manager.requests] == [(), (p,), (p, d), ()]
+    await cluster.core.abort_requests_async(["r"])
+    await reached(cluster.manager.closed)
+
+
 async def test_the_limit_is_on_the_beginning_only(cluster: Cluster) -> None:
     cluster.manager.handoff_timeout_s = limit_s = 2.0
     await cluster.ask()

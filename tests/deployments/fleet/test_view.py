@@ -70,6 +70,14 @@ def share(answers: int) -> Share:
     return ledger.share("d0")
 
 
+def test_replicas_that_a_view_is_without_are_not_ready_in_rows_nor_in_columns() -> None:
+    live = LiveView(VIEW.columns, VIEW.known, VIEW.silent, VIEW.now_s)
+    for view in (VIEW.without(["d0", "gone"]), live.without(["d0", "gone"])):
+        ready = {name for name, at in view.columns.rows.items() if view.columns.ready[at]}
+        assert ready == {"d1", "p0", "p1"}
+    assert live.columns.ready[live.columns.rows["d0"]]
+
+
 def test_room_that_is_kept_for_others_is_no_room_in_rows_nor_in_columns() -> None:
     live = LiveView(VIEW.columns, VIEW.known, VIEW.silent, VIEW.now_s)
     for view in (VIEW.without_room_on(["d0"]), live.without_room_on(["d0"])):

@@ -93,6 +93,7 @@ REQUEST = SessionRequest(
     True,
     2,
     "d1",
+    ("p0", "d2"),
     5,
     True,
     quota=Quota("team", 10, 1000, 2),

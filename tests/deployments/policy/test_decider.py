@@ -14,6 +14,8 @@ from deployments.fleet.view import FleetView, LiveView, View
 from deployments.messages import Admit, Mode, Queue, Reject, ReplicaInfo, Role, SessionRequest
 from deployments.policy.decider import Decider, OpenSession, Tried, settings_of
 from deployments.policy.placement.knowledge import Knowledge
+from deployments.policy.placement.place import HANDOFF_FAILED
+from deployments.policy.placement.split import ANY
 from deployments.step_cost import Coefficients
 
 TRUSTED = Knowledge(trusted=frozenset({"decode-small"}))
@@ -123,6 +125,46 @@ def test_a_pass_tries_one_of_many_requests_that_the_same_pools_take(monkeypatch:
     assert tried_tokens == [160, 1001, 100], (
         "the first that the small pool takes, the first that it does not, a smaller one"
     )
+
+
+def fleet(*replica_ids: str) -> FleetView:
+    rows = []
+    for replica_id in replica_ids:
+        role = Role.PREFILL if replica_id.startswith("p") else Role.DECODE
+        pool = "prefill" if role is Role.PREFILL else "decode-small"
+        strict = replica_id.endswith("s")
+        rows.append(ReplicaInfo(replica_id, pool, role, "node", "engine", 16, 1000, 8, 4096, strict=strict))
+    return FleetView(tuple(ReplicaView(info, 1000, 0, 0) for info in rows), known=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("there", "mode", "replicas", "reason"),
+    [
+        ("p0 p1 d0 d1", Mode.DISAGGREGATED, {"p1", "d1"}, "split"),
+        ("p0 p1 d0", Mode.PREFILL_LOCAL, {"p1"}, HANDOFF_FAILED),
+        ("p0 d0 d1", Mode.DECODE_LOCAL, {"d1"}, HANDOFF_FAILED),
+        ("p0 d0", Mode.DECODE_LOCAL, {"d0"}, HANDOFF_FAILED),
+        ("p0s d0s", Mode.DECODE_LOCAL, {"d0s"}, HANDOFF_FAILED),
+    ],
+)
+def test_a_session_whose_handoff_failed_goes_elsewhere_or_to_one_replica(
+    there: str, mode: Mode, replicas: set[str], reason: str
+) -> None:
+    request = SessionRequest("a", 160, 160, ANY, attempt=2, avoids=("p0", "d0", "p0s", "d0s"))
+    opened = OpenSession(request, TRUSTED, since_s=0.0)
+    decision = decider(split="always").decide(opened, fleet(*there.split()), 0.0)
+    assert isinstance(decision, Admit)
+    placement = decision.placement
+    found = {replica.replica_id for replica in (placement.prefill, placement.decode) if replica is not None}
+    assert (placement.mode, found, placement.reason) == (mode, replicas, reason)
+
+
+def test_a_session_whose_handoff_failed_goes_where_it_was_if_there_is_no_other_way() -> None:
+    """A request that no replica may serve whole; the tests alone know such requests."""
+    request = SessionRequest("a", 160, 160, (Mode.DISAGGREGATED,), attempt=2, avoids=("p0",))
+    decision = decider(split="always").decide(OpenSession(request, TRUSTED, 0.0), fleet("p0", "d0"), 0.0)
+    assert isinstance(decision, Admit)
+    assert decision.placement.prefiller.replica_id == "p0"
 
 
 def test_a_request_takes_half_its_objective_in_a_queue_and_its_prefill() -> None:

@@ -125,6 +125,29 @@ async def test_an_engine_of_which_a_stage_is_killed_ends_and_its_answers_go_on_e
         assert await (await engines.ask(prompt(50), max_tokens=3)).over()
 
 
+async def test_answers_go_on_without_a_prefill_engine_that_has_not_noticed_yet_that_a_stage_was_killed(
+    model: Path,
+) -> None:
+    """Its core is stopped, so it says nothing. Each handoff from it fails at once, for its stage is not there."""
+    async with cluster(model, stages(), pool()) as engines:
+        whole = await engines.ask(words(100), max_tokens=8)
+        await whole.over()
+        core = parent(last_stage())
+        os.kill(core, signal.SIGSTOP)
+        try:
+            os.kill(last_stage(), signal.SIGKILL)
+            answer = await (await engines.ask(words(100), max_tokens=8)).over()
+            assert answer.context.error is None
+            assert answer.context.modes == {Mode.DISAGGREGATED, Mode.DECODE_LOCAL}
+            assert answer.tokens == whole.tokens
+        finally:
+            os.kill(core, signal.SIGCONT)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def last_stage() -> int:
     """The process of the only worker of a second stage."""
     found = [pid for pid in descendants(os.getpid()) if b"Worker_PP1" in Path(f"/proc/{pid}/cmdline").read_bytes()]

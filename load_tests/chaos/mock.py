@@ -28,9 +28,7 @@ MAY = ("refused", "failed", "cut", "left")
 
 def settings() -> BatonConfig:
     """The mock cluster's configuration."""
-    made = config(
-        {"step_s": STEP_S, "max_num_batched_tokens": CHUNK_TOKENS}, SCALE, max_attempts=8, queue_timeout_s=30.0
-    )
+    made = config({"step_s": STEP_S, "max_num_batched_tokens": CHUNK_TOKENS}, SCALE, queue_timeout_s=30.0)
     return made.model_copy(update={"channel": made.channel.model_copy(update={"handoff_timeout_s": HANDOFF_S})})
 
 

@@ -402,12 +402,12 @@ class SessionRequest:
     can. `adapter`: the LoRA adapter that it needs. `chat`: it came as messages, not as text. `attempt`: the number of
     this placement of the session, from 1; from 2 on, the request is the remainder, and its prompt includes the tokens
     answered so far. `moved_from`: the replica that gave the session up and holds its KV cache; "" where the attempt
-    before was lost, and for the first attempt. `avoids`: replicas that had a part in handoffs of the session that
-    failed; others take it where they can. `least_epoch`: the placement gets this epoch or a higher one, also
-    where the ledger does not know the session. `progressed`: the attempt before gave more than a first token, so this
-    attempt does not repeat one that failed at once. `answered_tokens`: the end of the prompt that was answered before.
-    `digest`: equal requests have equal ones; 0: not known. `quota`: None where its key has no limits, or there is none.
-    `traceparent`: the parent of the session manager's span, as W3C writes it; "" where nothing is traced.
+    before was lost, and for the first attempt. `failed_handoffs`: the prefill replica of each handoff of the session
+    that has failed since it gave more than a first token. `least_epoch`: the placement gets this epoch or a higher one,
+    also where the ledger does not know the session. `progressed`: the attempt before gave more than a first token, so
+    this attempt does not repeat one that failed at once. `answered_tokens`: the end of the prompt that was answered
+    before. `digest`: equal requests have equal ones; 0: not known. `quota`: None where its key has no limits, or there
+    is none. `traceparent`: the parent of the session manager's span, as W3C writes it; "" where nothing is traced.
     """
 
     session_id: str
@@ -423,7 +423,7 @@ class SessionRequest:
     chat: bool = False
     attempt: int = 1
     moved_from: str = ""
-    avoids: tuple[str, ...] = ()
+    failed_handoffs: tuple[str, ...] = ()
     least_epoch: int = 1
     progressed: bool = False
     answered_tokens: int = 0

@@ -69,12 +69,14 @@ class Answer:
         params = self.request.sampling_params
         return params is not None and bool(params.stop)
 
-    def remainder(self, number: int, moved_from: str, after_progress: bool, avoids: tuple[str, ...] = ()) -> Remainder:
+    def remainder(
+        self, number: int, moved_from: str, after_progress: bool, failed_handoffs: tuple[str, ...] = ()
+    ) -> Remainder:
         """What attempt `number`, from 2, has to do."""
         if self.context is not None and self.sent and is_seeded(self.request):
             self.context.seed_moved = True
         left = remainder(self.request, self.sent, number)
-        return Remainder(number, left, tuple(self.sent), moved_from, after_progress, avoids)
+        return Remainder(number, left, tuple(self.sent), moved_from, after_progress, failed_handoffs)
 
     def asks(self, left: Remainder, handoff: Handoff, block_size: int) -> SessionRequest:
         """What an attempt asks the session manager."""

@@ -39,7 +39,7 @@ class Remainder:
 
     `number`: the number of this placement of the session, from 1. `answered`: the tokens that the client had before.
     `moved_from`: the replica that gave the session up and hands its KV over; "" for a first attempt and after a loss.
-    `after_progress`: the attempt before this one gave more than a first token. `avoids`: see `SessionRequest`.
+    `after_progress`: the attempt before this one gave more than a first token. `failed_handoffs`: see `SessionRequest`.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Remainder:
     answered: tuple[int, ...] = ()
     moved_from: str = ""
     after_progress: bool = False
-    avoids: tuple[str, ...] = ()
+    failed_handoffs: tuple[str, ...] = ()
 
 
 def session_request(
@@ -79,7 +79,7 @@ def session_request(
         chat=context.chat if context else False,
         attempt=left.number,
         moved_from=left.moved_from,
-        avoids=left.avoids,
+        failed_handoffs=left.failed_handoffs,
         progressed=left.after_progress,
         answered_tokens=len(left.answered),
         digest=digest,

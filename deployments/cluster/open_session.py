@@ -19,7 +19,6 @@ from deployments.errors import HandoffFailed, RequestFault, SessionError, Sessio
 from deployments.host.waits import set_within
 from deployments.logs import of_session
 from deployments.manager.calls import Explain, Prefixes
-from deployments.messages import ReplicaInfo
 
 logger = logging.getLogger("baton.core")
 
@@ -27,13 +26,13 @@ logger = logging.getLogger("baton.core")
 class OpenSession:
     """`now`: the attempt that runs, the one that can be cancelled and can fail. `timeout_s`: for the whole session.
 
-    `_failed`: the two sides of each handoff that has failed.
+    `_failed`: the prefill replicas of its handoffs that have failed.
     """
 
     def __init__(self, answer: Answer, means: Means, recovery: Recovery, timeout_s: float) -> None:
         self._answer, self._means, self._recovery, self._timeout_s = answer, means, recovery, timeout_s
         self._refusal: SessionError | None = None
-        self._failed: list[ReplicaInfo] = []
+        self._failed: list[str] = []
         self.now = Attempt(answer, Remainder(1, answer.request), means)
         self._attempts = [self.now]
 
@@ -117,22 +116,17 @@ class OpenSession:
     def _take_over(self, lost: Attempt, moved_from: str) -> None:
         """The next attempt takes over before the lost one ends: from here on, it is cancelled and fails."""
         lost.session.followed()
-        left = self._answer.remainder(lost.number + 1, moved_from, lost.progressed, self._avoids(lost))
+        self._note_handoff(lost)
+        left = self._answer.remainder(lost.number + 1, moved_from, lost.progressed, tuple(self._failed))
         self.now = Attempt(self._answer, left, self._means)
         self._attempts.append(self.now)
 
-    def _avoids(self, lost: Attempt) -> tuple[str, ...]:
-        """The replicas that the next placement avoids, since the last one that gave more than a first token.
-
-        Nothing tells which side of a failed handoff is at fault. After the first it is prefill that is avoided: decode
-        can do without it. After a second, with another prefill replica, both sides of both are.
-        """
+    def _note_handoff(self, lost: Attempt) -> None:
+        """Note the prefill replica of a handoff that failed. An answer that has gone on since begins anew."""
         if lost.progressed:
             self._failed.clear()
-        if isinstance(lost.session.error, HandoffFailed) and (placement := lost.placement) is not None:
-            self._failed += [replica for replica in (placement.prefill, placement.decode) if replica is not None]
-        avoided = self._failed if len(self._failed) > 2 else self._failed[:1]
-        return tuple({replica.replica_id: None for replica in avoided})
+        if isinstance(lost.session.error, HandoffFailed) and lost.placement is not None:
+            self._failed.append(lost.placement.prefiller.replica_id)
 
     def end(self) -> None:
         """End what is still open of the session on replicas, and release what is still reserved for it."""

@@ -121,12 +121,17 @@ class Decider:
         return refusal or decision
 
     def _placed(self, session: OpenSession, view: View, priority: PriorityClass) -> Decision:
-        """Where a session goes. After a handoff that failed: to other replicas, or to one that does all, or as any."""
-        if avoids := session.request.avoids:
+        """Where a session goes.
+
+        After a handoff that failed, another replica prefills, or one does all; after a second one, the other way about.
+        Only where neither is possible, the session goes where any other would.
+        """
+        if failed := session.request.failed_handoffs:
             modes = tuple(mode for mode in session.request.allowed if mode is not Mode.DISAGGREGATED)
             whole = replace(session, request=replace(session.request, allowed=modes or session.request.allowed))
-            for other, seen in ((session, view.without(avoids)), (whole, view)):
-                decision = place(self._field(other, seen, priority), self.policy)
+            ways = ((session, view.without(failed)), (whole, view))
+            for asked, seen in ways if len(failed) == 1 else reversed(ways):
+                decision = place(self._field(asked, seen, priority), self.policy)
                 if isinstance(decision, Admit):
                     return decision
         return place(self._field(session, view, priority), self.policy)

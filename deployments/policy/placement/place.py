@@ -42,7 +42,7 @@ def mode_of(here: Field, choice: Choice) -> Mode:
 def _reason(here: Field, mode: Mode) -> str:
     if mode is Mode.DISAGGREGATED:
         return "split"
-    if here.request.avoids:
+    if here.request.failed_handoffs:
         return HANDOFF_FAILED
     if is_short(here.request, here.settings):
         return "short prompt"

@@ -244,10 +244,7 @@ async def test_decode_that_does_not_begin_in_time_fails_the_session(cluster: Clu
 
 
 @pytest.mark.parametrize("cluster", [4], indirect=True)
-async def test_the_placements_after_failed_handoffs_avoid_the_replicas_that_had_a_part_in_them(
-    cluster: Cluster,
-) -> None:
-    """After the first prefill's alone; an answer that has gone on since begins anew."""
+async def test_a_session_says_whose_handoffs_have_failed_until_its_answer_goes_on(cluster: Cluster) -> None:
     cluster.manager.handoff_timeout_s = 0.05
     await cluster.ask()
     for _ in range(2):
@@ -261,8 +258,8 @@ async def test_the_placements_after_failed_handoffs_avoid_the_replicas_that_had_
     await cluster.next()
     cluster.decode.die()
     await reached(cluster.prefill.called)
-    p, d = P.replica_id, D.replica_id
-    assert [request.avoids for request in cluster.manager.requests] == [(), (p,), (p, d), ()]
+    p = P.replica_id
+    assert [request.failed_handoffs for request in cluster.manager.requests] == [(), (p,), (p, p), ()]
     await cluster.core.abort_requests_async(["r"])
     await reached(cluster.manager.closed)
 

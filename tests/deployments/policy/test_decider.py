@@ -138,19 +138,21 @@ def fleet(*replica_ids: str) -> FleetView:
 
 
 @pytest.mark.parametrize(
-    ("there", "mode", "replicas", "reason"),
+    ("there", "failed", "mode", "replicas", "reason"),
     [
-        ("p0 p1 d0 d1", Mode.DISAGGREGATED, {"p1", "d1"}, "split"),
-        ("p0 p1 d0", Mode.PREFILL_LOCAL, {"p1"}, HANDOFF_FAILED),
-        ("p0 d0 d1", Mode.DECODE_LOCAL, {"d1"}, HANDOFF_FAILED),
-        ("p0 d0", Mode.DECODE_LOCAL, {"d0"}, HANDOFF_FAILED),
-        ("p0s d0s", Mode.DECODE_LOCAL, {"d0s"}, HANDOFF_FAILED),
+        ("p0 p1 d0", "p0", Mode.DISAGGREGATED, {"p1", "d0"}, "split"),
+        ("p0 p1 d0", "p0 p1", Mode.DECODE_LOCAL, {"d0"}, HANDOFF_FAILED),
+        ("p0 p1 p2 d0", "p0 p1", Mode.DECODE_LOCAL, {"d0"}, HANDOFF_FAILED),
+        ("p0 d0", "p0", Mode.DECODE_LOCAL, {"d0"}, HANDOFF_FAILED),
+        ("p0s d0s", "p0s", Mode.DECODE_LOCAL, {"d0s"}, HANDOFF_FAILED),
+        ("p0s p1s d0s", "p0s", Mode.DISAGGREGATED, {"p1s", "d0s"}, "split"),
+        ("p0s p1s d0s", "p0s p1s", Mode.DECODE_LOCAL, {"d0s"}, HANDOFF_FAILED),
     ],
 )
-def test_a_session_whose_handoff_failed_goes_elsewhere_or_to_one_replica(
-    there: str, mode: Mode, replicas: set[str], reason: str
+def test_a_session_whose_handoff_failed_goes_to_another_prefill_replica_or_to_one_that_does_all(
+    there: str, failed: str, mode: Mode, replicas: set[str], reason: str
 ) -> None:
-    request = SessionRequest("a", 160, 160, ANY, attempt=2, avoids=("p0", "d0", "p0s", "d0s"))
+    request = SessionRequest("a", 160, 160, ANY, attempt=2, failed_handoffs=tuple(failed.split()))
     opened = OpenSession(request, TRUSTED, since_s=0.0)
     decision = decider(split="always").decide(opened, fleet(*there.split()), 0.0)
     assert isinstance(decision, Admit)
@@ -161,7 +163,7 @@ def test_a_session_whose_handoff_failed_goes_elsewhere_or_to_one_replica(
 
 def test_a_session_whose_handoff_failed_goes_where_it_was_if_there_is_no_other_way() -> None:
     """A request that no replica may serve whole; the tests alone know such requests."""
-    request = SessionRequest("a", 160, 160, (Mode.DISAGGREGATED,), attempt=2, avoids=("p0",))
+    request = SessionRequest("a", 160, 160, (Mode.DISAGGREGATED,), attempt=2, failed_handoffs=("p0",))
     decision = decider(split="always").decide(OpenSession(request, TRUSTED, 0.0), fleet("p0", "d0"), 0.0)
     assert isinstance(decision, Admit)
     assert decision.placement.prefiller.replica_id == "p0"

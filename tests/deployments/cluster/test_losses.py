@@ -206,6 +206,12 @@ async def test_an_answer_whose_handoff_fails_gets_its_prompt_from_another_replic
     answer = await cluster.ask(asked := prompt(40), max_tokens=5)
     assert (await cluster.placed(answer))["prefill"] == PREFILL
     await cluster.manager.ask(Drain("prefill-1", resume=True))
+
+    async def is_back() -> bool:
+        replicas = (await cluster.manager.ask(Ready()))["pools"]["prefill"]["replicas"]
+        return bool(replicas["prefill-1"]["phase"] == "ready")
+
+    await until(is_back)
     cluster.planes[PREFILL].broken = True
     await answer.over()
     assert answer.context.error is None

@@ -14,7 +14,7 @@ compare replicas. An event makes new rows only for the replicas that it concerns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from deployments.fleet.columns import Columns, ReplicaView
@@ -229,7 +229,7 @@ class Fleet:
         self,
         now_s: float,
         coefficients: Mapping[str, Coefficients] | None = None,
-        shut: Iterable[str] = (),
+        shut: Collection[str] = (),
         waiting: int = 0,
     ) -> LiveView:
         """The fleet now, by columns: for policy. It is valid until the next change.
@@ -242,9 +242,8 @@ class Fleet:
         self._stale_rows.clear()
         self._columns.learn(coefficients or _NO_COEFFICIENTS)
         columns = self._columns.at(now_s, self._stale_s)
-        for replica_id in shut:
-            if (row := columns.rows.get(replica_id)) is not None:
-                columns.ready[row] = False  # this array is not shared: `at` has made it
+        if shut:
+            columns = columns.without(shut)
         return LiveView(columns, self._shapes_known(), self._silent_roles(), now_s, waiting, self._ledger.yielding)
 
     def row(self, replica_id: str) -> ReplicaView | None:

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from configs.schema import PoolConfig
-from deployments.host.processes import descendants
+from deployments.host.processes import descendants, parents
 from deployments.manager.calls import Drain
 from deployments.messages import Mode
 from load_tests.harness.control_plane import PREFILL, SMALL, until
@@ -132,7 +132,7 @@ async def test_answers_go_on_without_a_prefill_engine_that_has_not_noticed_yet_t
     async with cluster(model, stages(), pool()) as engines:
         whole = await engines.ask(words(100), max_tokens=8)
         await whole.over()
-        core = parent(last_stage())
+        core = parents()[last_stage()]
         os.kill(core, signal.SIGSTOP)
         try:
             os.kill(last_stage(), signal.SIGKILL)
@@ -142,10 +142,6 @@ async def test_answers_go_on_without_a_prefill_engine_that_has_not_noticed_yet_t
             assert answer.tokens == whole.tokens
         finally:
             os.kill(core, signal.SIGCONT)
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def last_stage() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import takewhile
 
 from deployments.cluster.answer import Answer
 from deployments.cluster.attempt import Attempt, Means
@@ -24,15 +25,11 @@ logger = logging.getLogger("baton.core")
 
 
 class OpenSession:
-    """`now`: the attempt that runs, the one that can be cancelled and can fail. `timeout_s`: for the whole session.
-
-    `_failed`: the prefill replicas of its handoffs that have failed.
-    """
+    """`now`: the attempt that runs, the one that can be cancelled and can fail. `timeout_s`: for the whole session."""
 
     def __init__(self, answer: Answer, means: Means, recovery: Recovery, timeout_s: float) -> None:
         self._answer, self._means, self._recovery, self._timeout_s = answer, means, recovery, timeout_s
         self._refusal: SessionError | None = None
-        self._failed: list[str] = []
         self.now = Attempt(answer, Remainder(1, answer.request), means)
         self._attempts = [self.now]
 
@@ -116,17 +113,15 @@ class OpenSession:
     def _take_over(self, lost: Attempt, moved_from: str) -> None:
         """The next attempt takes over before the lost one ends: from here on, it is cancelled and fails."""
         lost.session.followed()
-        self._note_handoff(lost)
-        left = self._answer.remainder(lost.number + 1, moved_from, lost.progressed, tuple(self._failed))
+        left = self._answer.remainder(lost.number + 1, moved_from, lost.progressed, self._failed_handoffs())
         self.now = Attempt(self._answer, left, self._means)
         self._attempts.append(self.now)
 
-    def _note_handoff(self, lost: Attempt) -> None:
-        """Note the prefill replica of a handoff that failed. An answer that has gone on since begins anew."""
-        if lost.progressed:
-            self._failed.clear()
-        if isinstance(lost.session.error, HandoffFailed) and lost.placement is not None:
-            self._failed.append(lost.placement.prefiller.replica_id)
+    def _failed_handoffs(self) -> tuple[str, ...]:
+        """The prefill replica of each handoff that has failed since an attempt gave more than a first token."""
+        since = takewhile(lambda attempt: not attempt.progressed, reversed(self._attempts))
+        failed = [attempt.placement for attempt in since if isinstance(attempt.session.error, HandoffFailed)]
+        return tuple(placement.prefiller.replica_id for placement in failed if placement is not None)
 
     def end(self) -> None:
         """End what is still open of the session on replicas, and release what is still reserved for it."""

@@ -35,17 +35,17 @@ class OpenSession:
     since_s: float
 
 
-Taking = tuple[bool, ...]
-"""Which of the pools that have limits take a request."""
+Taking = tuple[int, ...]
+"""Which of the pools that have limits take a request, 0 or 1 each, and how many handoffs of it have failed."""
 
 
 @dataclass(slots=True)
 class Tried:
     """What one pass over the waiting requests has tried: the fewest tokens for which one found no room, and why.
 
-    A request that needs as many tokens or more finds none either, where the same pools take it, so the pass does not
-    try it. `no_turn`: the classes of which a request had room but no turn, with the reason. How long a queue it may
-    join depends on its class alone.
+    A request that needs as many tokens or more finds none either, where the same pools take it and as many handoffs of
+    it have failed, so the pass does not try it. `no_turn`: the classes of which a request had room but no turn, with
+    the reason. How long a queue it may join depends on its class alone.
     """
 
     no_room: dict[Taking, tuple[int, Queue]] = field(default_factory=dict)
@@ -121,19 +121,16 @@ class Decider:
         return refusal or decision
 
     def _placed(self, session: OpenSession, view: View, priority: PriorityClass) -> Decision:
-        """Where a session goes.
+        """Where a session goes. After a handoff that failed, another replica prefills, or one replica does all.
 
-        After a handoff that failed, another replica prefills, or one does all; after a second one, the other way about.
-        Only where neither is possible, the session goes where any other would.
+        After a second one, one replica does all.
         """
         if failed := session.request.failed_handoffs:
-            modes = tuple(mode for mode in session.request.allowed if mode is not Mode.DISAGGREGATED)
-            whole = replace(session, request=replace(session.request, allowed=modes or session.request.allowed))
-            ways = ((session, view.without(failed)), (whole, view))
-            for asked, seen in ways if len(failed) == 1 else reversed(ways):
-                decision = place(self._field(asked, seen, priority), self.policy)
-                if isinstance(decision, Admit):
-                    return decision
+            if len(failed) == 1:
+                elsewhere = place(self._field(session, view.without(failed), priority), self.policy)
+                if isinstance(elsewhere, Admit):
+                    return elsewhere
+            session = _whole(session)
         return place(self._field(session, view, priority), self.policy)
 
     def explain(self, session: OpenSession, view: View, ahead: int, now_s: float) -> dict[str, Any]:
@@ -221,8 +218,9 @@ class Decider:
 
     def try_again(self, session: OpenSession, view: View, tried: Tried, now_s: float, retry_after_s: float) -> Decision:
         """Where a waiting session goes now, if anywhere. `tried`: of this pass; it is brought up to date."""
-        name, tokens = self.classes.resolve(session.request.priority).name, most_tokens(session.request)
-        taking = tuple(each.take(session.request) for each in self.settings.limits.values())
+        request = session.request
+        name, tokens = self.classes.resolve(request.priority).name, most_tokens(request)
+        taking = *(each.take(request) for each in self.settings.limits.values()), len(request.failed_handoffs)
         why = tried.known(taking, tokens, name)
         if why is None:
             decision = self.decide(session, view, now_s)
@@ -251,6 +249,12 @@ class Decider:
 
     def _ttft_limit_s(self, priority: PriorityClass) -> float:
         return math.inf if priority.ttft_s is None else self._config.admission_slack * priority.ttft_s
+
+
+def _whole(session: OpenSession) -> OpenSession:
+    """This session, for one replica that does all."""
+    modes = tuple(mode for mode in session.request.allowed if mode is not Mode.DISAGGREGATED)
+    return replace(session, request=replace(session.request, allowed=modes))
 
 
 def _lacks_room(decision: Decision) -> bool:

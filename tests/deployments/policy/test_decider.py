@@ -137,6 +137,13 @@ def fleet(*replica_ids: str) -> FleetView:
     return FleetView(tuple(ReplicaView(info, 1000, 0, 0) for info in rows), known=tuple(rows))
 
 
+def busy_fleet() -> FleetView:
+    """The only decode replica has prompts of nine seconds to compute, and could take an answer at once."""
+    there = fleet("p0", "d0")
+    prefill, decode = there.ready
+    return replace(there, ready=(prefill, decode._replace(behind_s=9.0)))
+
+
 @pytest.mark.parametrize(
     ("there", "failed", "mode", "replicas", "reason"),
     [
@@ -161,12 +168,20 @@ def test_a_session_whose_handoff_failed_goes_to_another_prefill_replica_or_to_on
     assert (placement.mode, found, placement.reason) == (mode, replicas, reason)
 
 
-def test_a_session_whose_handoff_failed_goes_where_it_was_if_there_is_no_other_way() -> None:
-    """A request that no replica may serve whole; the tests alone know such requests."""
-    request = SessionRequest("a", 160, 160, (Mode.DISAGGREGATED,), attempt=2, failed_handoffs=("p0",))
-    decision = decider(split="always").decide(OpenSession(request, TRUSTED, 0.0), fleet("p0", "d0"), 0.0)
-    assert isinstance(decision, Admit)
-    assert decision.placement.prefiller.replica_id == "p0"
+@pytest.mark.parametrize(("failed", "decision"), [((), Admit), (("p0",), Queue), (("p0", "p0"), Queue)])
+def test_a_session_whose_handoff_failed_waits_for_its_turn_rather_than_go_to_the_same_pair(
+    failed: tuple[str, ...], decision: type
+) -> None:
+    request = SessionRequest("a", 160, 160, ANY, attempt=1 + len(failed), failed_handoffs=failed)
+    assert type(decider(split="always").decide(OpenSession(request, TRUSTED, 0.0), busy_fleet(), 0.0)) is decision
+
+
+def test_a_pass_places_others_behind_a_session_whose_handoff_failed_and_that_waits_for_its_turn() -> None:
+    deciding, tried, busy = decider(split="always"), Tried(), busy_fleet()
+    again = SessionRequest("a", 160, 160, ANY, attempt=2, failed_handoffs=("p0",))
+    first = SessionRequest("b", 160, 160, ANY)
+    found = [deciding.try_again(OpenSession(each, TRUSTED, 0.0), busy, tried, 0.0, 1.0) for each in (again, first)]
+    assert [type(each) for each in found] == [Queue, Admit]
 
 
 def test_a_request_takes_half_its_objective_in_a_queue_and_its_prefill() -> None:
